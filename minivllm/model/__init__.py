@@ -1,0 +1,1 @@
+"""The plain MiniQwen model, its configuration and its weights."""

@@ -1,0 +1,88 @@
+"""`dummy_weights`: what values depend on, their distributions, activations of a deep model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hf_checkpoints import (
+    TEXT,
+    assert_same,
+)
+
+from minivllm.model.config import MiniQwenConfig
+from minivllm.model.miniqwen import MiniQwen, RotaryEmbedding
+from minivllm.model.weights import (
+    dummy_weights,
+    parameter_shapes,
+)
+
+DEEP = MiniQwenConfig.from_hf(
+    {
+        "model_type": "qwen3_5_text",
+        **TEXT,
+        "num_hidden_layers": 24,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "linear_num_value_heads": 16,
+        "tie_word_embeddings": True,
+    }
+)
+
+
+def test_dummy_weights_are_seeded_by_name() -> None:
+    shapes = parameter_shapes(DEEP)
+    first = dummy_weights(shapes, torch.float32, "cpu", seed=1)
+    assert {name: tuple(value.shape) for name, value in first.items()} == shapes
+    backwards = dict(reversed(shapes.items()))
+    assert_same(dummy_weights(backwards, torch.float32, "cpu", seed=1), first)
+    some = {"layers.7.mixer.q_proj.weight": shapes["layers.7.mixer.q_proj.weight"]}
+    alone = dummy_weights(some, torch.float32, "cpu", seed=1)
+    assert torch.equal(alone.popitem()[1], first["layers.7.mixer.q_proj.weight"])
+    other = dummy_weights(shapes, torch.float32, "cpu", seed=2)
+    assert not any(torch.equal(first[name], other[name]) for name in shapes)
+    up, down = (first[f"layers.{i}.mlp.up_proj.weight"] for i in (0, 1))
+    assert not torch.equal(up, down)
+    half = dummy_weights(shapes, torch.bfloat16, "cpu", seed=1)
+    assert_same(half, {name: value.bfloat16() for name, value in first.items()})
+
+
+def test_dummy_weights_do_not_touch_the_global_generator() -> None:
+    state = torch.get_rng_state()
+    dummy_weights(parameter_shapes(DEEP), torch.float32, "cpu", seed=-1)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_dummy_distributions() -> None:
+    values = dummy_weights(parameter_shapes(DEEP), torch.float32, "cpu", seed=0)
+    linear = [f"layers.{i}.mixer." for i in DEEP.linear_layers]
+    rate = torch.cat([values[f"{at}A_log"] for at in linear]).exp()
+    step = torch.nn.functional.softplus(torch.cat([values[f"{at}dt_bias"] for at in linear]))
+    assert rate.min() >= 1 and rate.max() <= 16
+    assert step.min() >= 0.99e-3 and step.max() <= 1.01e-1
+    decay = torch.exp(-rate * step)
+    assert decay.min() > 0.2 and decay.max() > 0.99 and 0.8 < decay.median() < 0.98
+    gated = torch.cat([values[f"{at}norm.weight"] for at in linear])
+    plain = torch.cat([values[f"layers.{i}.input_layernorm.weight"] for i in range(24)])
+    final = values["norm.weight"]
+    for weight, centre in ((gated, 1.0), (plain, 0.0), (final, 0.0)):
+        assert abs(weight.mean().item() - centre) < 0.05
+        assert 0.07 < weight.std().item() < 0.13
+    assert values["embed_tokens.weight"].std().item() == pytest.approx(128**-0.5, rel=0.05)
+    assert values["layers.0.mixer.conv1d.weight"].std().item() == pytest.approx(0.5, rel=0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dummy_activations_keep_their_scale_through_24_layers(dtype: torch.dtype) -> None:
+    with torch.device("meta"):
+        model = MiniQwen(DEEP)
+    dummy = dummy_weights(parameter_shapes(DEEP), dtype, "cpu", seed=0)
+    model.load_state_dict(dummy, strict=True, assign=True)
+    model.rotary_emb = RotaryEmbedding(DEEP)  # its buffer is no parameter
+    scales: list[float] = []
+    for layer in model.layers:
+        layer.register_forward_hook(lambda *args: scales.append(args[-1].float().std().item()))
+    with torch.no_grad():
+        logits = model(torch.arange(60), torch.arange(60)).float()
+    assert torch.isfinite(logits).all()
+    assert len(scales) == 24 and min(scales) > 0.1 and max(scales) < 5
+    assert 0.3 < logits.std().item() < 3
