@@ -1,0 +1,105 @@
+"""Binding: a finished graph gets its implementations, weights and state pools and can be called.
+
+Owns the choice of implementations for a device (made once, here) and the executable. Does not
+own the tensors: the runtime loads weights and allocates pools.
+
+    step = bind(graph, weights, states, device, dtype)
+    logits = step(input_ids=..., positions=..., state_slots=..., ...)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from minivllm.compiler.graph import Graph
+from minivllm.errors import UserError
+from minivllm.ops import OPS, Implementation
+
+
+class Executable:
+    """A bound graph: the GraphModule that the runtime runs.
+
+    Attributes:
+        module: the GraphModule; its `code` is the program as Python.
+        inputs: names of the inputs it takes.
+        implementations: op name to the name of the implementation chosen for it.
+        warnings: a line for each op whose preferred package is missing.
+    """
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        inputs: tuple[str, ...],
+        implementations: dict[str, str],
+        warnings: list[str],
+    ) -> None:
+        self.module = module
+        self.inputs = inputs
+        self.implementations = implementations
+        self.warnings = warnings
+
+    def __call__(self, **inputs: Tensor) -> Tensor:
+        """Run a step.
+
+        Args:
+            inputs: tensors of the vocabulary, on the bound device; those that the graph does
+                not read are ignored, so that one set of inputs serves every graph of a phase.
+
+        Returns:
+            Logits, `[rows, vocab]` in prefill and `[tokens, vocab]` in decode.
+        """
+        return self.module(*(inputs[name] for name in self.inputs))
+
+
+def bind(
+    graph: Graph,
+    weights: Mapping[str, Tensor],
+    states: Mapping[str, Tensor],
+    device: torch.device,
+    dtype: torch.dtype,
+    forced: Mapping[str, str] | None = None,
+) -> Executable:
+    """Make a graph executable.
+
+    Args:
+        graph: after its last pass; not changed.
+        weights: a tensor for each of `graph.weights`, on `device`.
+        states: a pool for each of `graph.states`, on `device`.
+        device, dtype: what implementations are chosen for.
+        forced: op name to implementation name, from `compiler.implementations`.
+
+    Raises:
+        UserError: `forced` names an unknown op, or an implementation that cannot run here.
+    """
+    forced = forced or {}
+    for name in forced:
+        if name not in OPS:
+            raise UserError(
+                f"compiler.implementations: no op {name!r}; choose from {', '.join(OPS)}"
+            )
+    bound = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    bound.output(bound.graph_copy(graph.fx, mapping))
+    by_overload = {op.overload: op for op in OPS.values()}
+    chosen: dict[str, Implementation] = {}
+    warnings: list[str] = []
+    attributes: dict[str, Any] = {}
+    for node in bound.nodes:
+        if node.op == "get_attr":
+            # flat names: a dotted one would be looked up module by module on every step
+            name, flat = str(node.target), str(node.target).replace(".", "_")
+            attributes[flat] = weights[name] if name in graph.weights else states[name]
+            node.target = flat
+        elif node.target in by_overload:
+            op = by_overload[node.target]
+            if op.name not in chosen:
+                chosen[op.name], warning = op.choose(device, dtype, forced.get(op.name))
+                warnings += [warning] if warning else []
+            node.target = chosen[op.name].call
+    module = fx.GraphModule(attributes, bound, class_name=f"{graph.phase}_graph")
+    names = {op: implementation.name for op, implementation in chosen.items()}
+    return Executable(module, graph.input_names, names, warnings)

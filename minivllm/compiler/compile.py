@@ -1,0 +1,95 @@
+"""The compiler's front door: a config becomes a prefill graph and a decode graph.
+
+Owns the sequence trace, clone, passes. Does not own weights, devices or pools (bind.py, runtime).
+
+    compiled = compile_model(config, torch.bfloat16, CompilerOptions(mode="compiled"))
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from minivllm.compiler.dump import dump_to
+from minivllm.compiler.graph import PHASES, Graph
+from minivllm.compiler.passes.base import PassContext
+from minivllm.compiler.pipeline import select_passes
+from minivllm.compiler.runner import Observer, PassReport, run_passes
+from minivllm.compiler.trace import trace
+from minivllm.compiler.verify import Verifier
+from minivllm.config import CompilerOptions
+from minivllm.model.config import MiniQwenConfig
+
+
+@dataclass(frozen=True)
+class CompiledModel:
+    """The result of a compilation.
+
+    Attributes:
+        source: the graph as traced.
+        graphs: phase to its graph after the last pass.
+        reports: one for each pass and phase, in the order they ran.
+        seconds: time by part: "trace", and each phase.
+    """
+
+    source: Graph
+    graphs: dict[str, Graph]
+    reports: list[PassReport]
+    seconds: dict[str, float]
+
+    @property
+    def prefill(self) -> Graph:
+        """The graph for packed chunks of prompts."""
+        return self.graphs["prefill"]
+
+    @property
+    def decode(self) -> Graph:
+        """The graph for one token a sequence."""
+        return self.graphs["decode"]
+
+
+def compile_model(
+    config: MiniQwenConfig,
+    dtype: torch.dtype,
+    options: CompilerOptions,
+    *,
+    state_dtype: torch.dtype = torch.float32,
+    block_size: int = 256,
+) -> CompiledModel:
+    """Trace the model once and lower it for both phases.
+
+    Args:
+        config: the architecture.
+        dtype: of weights and activations.
+        options: mode, passes to leave out, where to dump, whether to verify.
+        state_dtype: of the recurrent states.
+        block_size: tokens in a KV block.
+
+    Raises:
+        UserError: an option names an unknown pass.
+        CompileError: a pass failed, or a stage left the tolerance of `verify`.
+    """
+    passes = {
+        phase: select_passes(options.mode, phase, options.disable, options.stop_after)
+        for phase in PHASES
+    }
+    start = time.perf_counter()
+    source = trace(config, dtype)
+    seconds = {"trace": time.perf_counter() - start}
+    observers: list[Observer] = []
+    if options.dump_dir is not None:
+        observers.append(dump_to(Path(options.dump_dir)))
+    if options.verify:
+        observers.append(Verifier(config, source).check_stage)
+    context = PassContext(config, state_dtype, block_size)
+    graphs: dict[str, Graph] = {}
+    reports: list[PassReport] = []
+    for phase in PHASES:
+        start = time.perf_counter()
+        graphs[phase] = source.clone(phase)
+        reports += run_passes(graphs[phase], passes[phase], context, observers)
+        seconds[phase] = time.perf_counter() - start
+    return CompiledModel(source, graphs, reports, seconds)

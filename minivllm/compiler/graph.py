@@ -1,0 +1,204 @@
+"""The compiler's graph: flat FX whose nodes all carry fake values, with weights and state named.
+
+Owns construction and rewriting, so that every new node is typed the moment it is made. Does not
+own which rewrites happen (passes) nor what a legal graph is (contract.py).
+
+    new = graph.call(torch.ops.aten.index_select.default, hidden, 0, graph.input("logits_rows"),
+                     like=head)
+
+Weights are `get_attr` nodes without data, named as in the model's state_dict. State is a
+`get_attr` node named `state.*`. Inputs come from the fixed vocabulary `INPUTS`; their dims are
+symbols shared by the whole graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Node
+
+PHASES = ("prefill", "decode")
+SYMBOLS = ("tokens", "seqs", "rows", "blocks", "chunks", "slots", "num_blocks")
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """An input of the vocabulary: its dims (symbol names or sizes), dtype and meaning."""
+
+    dims: tuple[str | int, ...]
+    dtype: torch.dtype
+    meaning: str
+
+
+INPUTS: dict[str, InputSpec] = {
+    "input_ids": InputSpec(("tokens",), torch.int64, "token ids, sequences packed"),
+    "positions": InputSpec(("tokens",), torch.int64, "position of each token in its sequence"),
+    "state_slots": InputSpec(("seqs",), torch.int64, "state slot of each sequence; 0: padding"),
+    "num_computed_tokens": InputSpec(
+        ("seqs",), torch.int32, "tokens before this chunk; 0: the slot's old content is not read"
+    ),
+    "cu_seqlens": InputSpec(("seqs + 1",), torch.int32, "where each sequence's tokens start"),
+    "chunk_indices": InputSpec(("chunks", 2), torch.int32, "(sequence, chunk of 64 tokens)"),
+    "block_table": InputSpec(("seqs", "blocks"), torch.int32, "KV blocks of each sequence"),
+    "seq_lens": InputSpec(("seqs",), torch.int32, "length of each sequence, this step included"),
+    "slot_mapping": InputSpec(("tokens",), torch.int64, "place of each token in the KV cache"),
+    "logits_rows": InputSpec(("rows",), torch.int64, "tokens whose logits are wanted"),
+}
+
+
+@dataclass(frozen=True)
+class WeightSpec:
+    """A weight the graph reads: a tensor of the model's state_dict."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """State that outlives a step.
+
+    Attributes:
+        kind: "slot" (one entry a sequence) or "block" (one entry a block of the KV cache).
+        shape: of one entry; the pool adds a leading dim.
+        dtype: of the pool.
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def symbol(self) -> str:
+        """The symbol of the pool's leading dim."""
+        return "slots" if self.kind == "slot" else "num_blocks"
+
+    @property
+    def bytes_per_entry(self) -> int:
+        """Bytes of one slot or block."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass
+class Graph:
+    """A flat FX graph and the tables that give its leaves a meaning."""
+
+    fx: fx.Graph
+    phase: str
+    symbols: dict[str, torch.SymInt]
+    fake_mode: FakeTensorMode
+    weights: dict[str, WeightSpec] = field(default_factory=dict)
+    states: dict[str, StateSpec] = field(default_factory=dict)
+
+    def clone(self, phase: str) -> Graph:
+        """A copy to rewrite. In decode every sequence has one token, so `seqs` is `tokens`."""
+        copied = fx.Graph()
+        mapping: dict[Node, Node] = {}
+        output = copied.graph_copy(self.fx, mapping)
+        copied.output(output)
+        symbols = dict(self.symbols)
+        if phase == "decode":
+            symbols["seqs"] = symbols["tokens"]
+        return Graph(copied, phase, symbols, self.fake_mode, dict(self.weights), dict(self.states))
+
+    # reading
+
+    def nodes(self, *targets: Any) -> list[Node]:
+        """The calls of the given targets (all calls if none is given), in program order."""
+        return [
+            n
+            for n in self.fx.nodes
+            if n.op == "call_function" and n.target in (targets or (n.target,))
+        ]
+
+    @property
+    def output(self) -> Node:
+        """The node whose value the graph returns."""
+        (value,) = self.fx.output_node().args
+        assert isinstance(value, Node)
+        return value
+
+    @property
+    def input_names(self) -> tuple[str, ...]:
+        """The inputs of this graph, in the vocabulary's order of first use."""
+        return tuple(str(n.target) for n in self.fx.nodes if n.op == "placeholder")
+
+    def named(self, size: int | torch.SymInt) -> str:
+        """A size as text, with the vocabulary's symbol names."""
+        text = str(size)
+        for name, symbol in self.symbols.items():
+            if name == "seqs" and self.phase == "decode":
+                continue
+            text = text.replace(str(symbol), name)
+        return text
+
+    # writing
+
+    def input(self, name: str) -> Node:
+        """The placeholder of an input of the vocabulary, made at its first use."""
+        for node in self._leaves("placeholder"):
+            if node.target == name:
+                return node
+        spec = INPUTS[name]
+        return self._add_leaf("placeholder", name, spec.dims, spec.dtype)
+
+    def state(self, name: str, spec: StateSpec) -> Node:
+        """The node of a state pool, `[slots or num_blocks, *spec.shape]`, made at first use."""
+        name = f"state.{name}"
+        if name in self.states:
+            assert self.states[name] == spec, f"{name} was declared as {self.states[name]}"
+            return next(n for n in self._leaves("get_attr") if n.target == name)
+        self.states[name] = spec
+        return self._add_leaf("get_attr", name, (spec.symbol, *spec.shape), spec.dtype)
+
+    def call(self, target: Callable[..., Any], *args: Any, like: Node, **kwargs: Any) -> Node:
+        """Insert a call before `like`, typed at once, with `like`'s module and source line."""
+        with self.fx.inserting_before(like):
+            node = self.fx.call_function(target, args, kwargs)
+        node.meta = {"module": like.meta["module"], "source": like.meta["source"]}
+        node.meta["val"] = self.infer(node)
+        return node
+
+    def replace(self, node: Node, new: Node) -> None:
+        """Let `new`, of the same type, take the place of `node` for all its users."""
+        old_type, new_type = (self._type(n.meta["val"]) for n in (node, new))
+        assert old_type == new_type, f"{node} is {old_type}, its replacement {new} is {new_type}"
+        node.replace_all_uses_with(new)
+        self.fx.erase_node(node)
+
+    def infer(self, node: Node) -> Any:
+        """The fake value of a call, from its arguments' fake values."""
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
+        assert callable(node.target)
+        with self.fake_mode, torch.no_grad():
+            return node.target(*args, **kwargs)
+
+    def _leaves(self, op: str) -> Iterator[Node]:
+        return (n for n in self.fx.nodes if n.op == op)
+
+    def _add_leaf(
+        self, op: str, target: str, dims: tuple[str | int, ...], dtype: torch.dtype
+    ) -> Node:
+        """A new leaf behind the last leaf of its kind: inputs first, then weights and state."""
+        body = next(n for n in self.fx.nodes if n.op not in ("placeholder", op))
+        with self.fx.inserting_before(body):
+            node = self.fx.create_node(op, target, name=target.replace(".", "_"))
+        with self.fake_mode:
+            value = torch.empty([self._size(d) for d in dims], dtype=dtype, device="meta")
+        node.meta = {"module": "", "source": "", "val": value}
+        return node
+
+    def _size(self, dim: str | int) -> int | torch.SymInt:
+        if isinstance(dim, int):
+            return dim
+        return self.symbols["seqs"] + 1 if dim == "seqs + 1" else self.symbols[dim]
+
+    def _type(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return tuple(self.named(s) for s in value.shape), value.dtype, value.device.type
+        return type(value)

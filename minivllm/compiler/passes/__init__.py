@@ -1,0 +1,1 @@
+"""The passes, one file each; their order stands in `minivllm.compiler.pipeline`."""

@@ -1,0 +1,65 @@
+"""What a pass is, and what it is told.
+
+class DropNothing(GraphPass):
+    name = "drop_nothing"
+
+    def run(self, graph: Graph, context: PassContext) -> list[str]:
+        return []
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from minivllm.compiler.graph import PHASES, Graph
+from minivllm.model.config import MiniQwenConfig
+
+
+@dataclass(frozen=True)
+class PassContext:
+    """What the graph alone does not say.
+
+    Attributes:
+        config: the architecture.
+        state_dtype: of the recurrent states.
+        block_size: tokens in a KV block.
+    """
+
+    config: MiniQwenConfig
+    state_dtype: torch.dtype
+    block_size: int
+
+
+class GraphPass:
+    """A named rewrite of one graph, in place.
+
+    Attributes:
+        name: as printed, dumped and named in `compiler.disable`.
+        phases: the graphs it runs on.
+        mandatory: the graph cannot be executed with state without it.
+        mutates: it brings ops that change state; passes after it see them.
+    """
+
+    name: str
+    phases: tuple[str, ...] = PHASES
+    mandatory: bool = False
+    mutates: bool = False
+
+    def expected(self, phase: str, context: PassContext) -> list[str] | None:
+        """The sites that must match in a MiniQwen of this config; None if that is not known."""
+        return None
+
+    def run(self, graph: Graph, context: PassContext) -> list[str]:
+        """Rewrite the graph; returns the site of each match (a module path, or any name)."""
+        raise AssertionError(f"{type(self).__name__} has no run")
+
+
+def layer_of(node: Node) -> str:
+    """The layer a node belongs to: `layers.3`."""
+    found = re.match(r"layers\.\d+", node.meta["module"])
+    assert found, f"{node} belongs to no layer"
+    return found.group()

@@ -1,0 +1,58 @@
+"""The order of the passes, and which of them a mode runs.
+
+Owns the order. Does not own how passes are run and checked (runner.py).
+
+    passes = select_passes("eager", "prefill")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from minivllm.compiler.passes.base import GraphPass
+from minivllm.compiler.passes.canonicalize import Canonicalize
+from minivllm.compiler.passes.lower_attention import LowerAttention
+from minivllm.compiler.passes.lower_mixers import LowerMixers
+from minivllm.compiler.passes.select_logits import SelectLogits
+from minivllm.errors import UserError
+
+PIPELINE: tuple[GraphPass, ...] = (
+    Canonicalize(),  # first: every later pass sees one spelling for one meaning
+    SelectLogits(),  # while the head is still a plain linear at the graph's end
+    LowerMixers(),  # mutation enters here: nothing after it may assume a functional graph
+    LowerAttention(),  # after the mixers by habit only; the two do not touch each other's ops
+)
+
+
+def select_passes(
+    mode: str, phase: str, disable: Sequence[str] = (), stop_after: str | None = None
+) -> list[GraphPass]:
+    """The passes of a mode for a phase, in order.
+
+    Args:
+        mode: "eager" (mandatory passes only) or "compiled" (all).
+        disable: names of passes to leave out.
+        stop_after: name of the last pass to run.
+
+    Raises:
+        UserError: an unknown name, or a mandatory pass in `disable`.
+    """
+    names = [p.name for p in PIPELINE]
+    for key, wanted in (("disable", disable), ("stop_after", [stop_after] if stop_after else [])):
+        for name in wanted:
+            if name not in names:
+                raise UserError(f"compiler.{key}: no pass {name!r}; choose from {', '.join(names)}")
+    mandatory = [p.name for p in PIPELINE if p.mandatory]
+    for name in disable:
+        if name in mandatory:
+            optional = [n for n in names if n not in mandatory]
+            raise UserError(
+                f"compiler.disable: {name!r} is mandatory, no graph runs without it; "
+                f"optional passes: {', '.join(optional) or 'none yet'}"
+            )
+    end = names.index(stop_after) + 1 if stop_after else len(names)
+    return [
+        p
+        for p in PIPELINE[:end]
+        if phase in p.phases and p.name not in disable and (p.mandatory or mode == "compiled")
+    ]

@@ -1,0 +1,112 @@
+"""Runs passes over a graph: checks the contract, counts, times, dumps, verifies after each.
+
+Owns everything that is the same for all passes. Does not own their order (pipeline.py).
+
+    reports = run_passes(graph, passes, context, observers=(dump,))
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from minivllm.compiler import contract
+from minivllm.compiler.graph import Graph
+from minivllm.compiler.passes.base import GraphPass, PassContext
+
+Observer = Callable[[Graph, str], None]
+
+
+class CompileError(RuntimeError):
+    """A pass failed or missed sites; the message names it and the passes that ran before."""
+
+
+@dataclass(frozen=True)
+class PassReport:
+    """What one pass did to one graph.
+
+    Attributes:
+        matches: sites it rewrote.
+        expected: sites the config says it must rewrite, or None.
+        seconds: spent in the pass itself.
+        calls_before, calls_after: `call_function` nodes.
+    """
+
+    name: str
+    phase: str
+    matches: int
+    expected: int | None
+    seconds: float
+    calls_before: int
+    calls_after: int
+
+
+def run_passes(
+    graph: Graph,
+    passes: Sequence[GraphPass],
+    context: PassContext,
+    observers: Sequence[Observer] = (),
+) -> list[PassReport]:
+    """Run the passes in order on one graph, in place.
+
+    Args:
+        observers: called with the graph and the stage's name, first for the source ("source")
+            and then after each pass: dumps, verification.
+
+    Raises:
+        CompileError: a pass raised, broke the contract, or missed sites it must find.
+    """
+    reports: list[PassReport] = []
+    for observe in observers:
+        observe(graph, "source")
+    may_mutate = False
+    for graph_pass in passes:
+        may_mutate |= graph_pass.mutates
+        try:
+            report = _run_one(graph, graph_pass, context, may_mutate)
+            for observe in observers:
+                observe(graph, graph_pass.name)
+        except Exception as error:
+            before = ", ".join(r.name for r in reports) or "none"
+            raise CompileError(
+                f"pass {graph_pass.name} on the {graph.phase} graph: {error} "
+                f"(passes before it: {before})"
+            ) from error
+        reports.append(report)
+    return reports
+
+
+def _run_one(
+    graph: Graph, graph_pass: GraphPass, context: PassContext, may_mutate: bool
+) -> PassReport:
+    calls_before = len(graph.nodes())
+    start = time.perf_counter()
+    matches = graph_pass.run(graph, context)
+    seconds = time.perf_counter() - start
+    assert isinstance(matches, list), f"{graph_pass.name}.run returned {type(matches).__name__}"
+    expected = graph_pass.expected(graph.phase, context)
+    if expected is not None:
+        _compare_sites(matches, expected)
+    contract.check(graph, may_mutate=may_mutate)
+    return PassReport(
+        name=graph_pass.name,
+        phase=graph.phase,
+        matches=len(matches),
+        expected=None if expected is None else len(expected),
+        seconds=seconds,
+        calls_before=calls_before,
+        calls_after=len(graph.nodes()),
+    )
+
+
+def _compare_sites(matches: list[str], expected: list[str]) -> None:
+    missing = Counter(expected) - Counter(matches)
+    surplus = Counter(matches) - Counter(expected)
+    if missing or surplus:
+        raise CompileError(
+            f"matched {len(matches)} of {len(expected)} sites; "
+            f"unmatched: {', '.join(missing.elements()) or 'none'}; "
+            f"unexpected: {', '.join(surplus.elements()) or 'none'}"
+        )
