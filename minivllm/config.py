@@ -1,0 +1,291 @@
+"""The options, as frozen dataclasses: what the Hydra groups and the keywords of `LLM` both set.
+
+Owns names, defaults, types and ranges. Does not own what an option means for a given machine or
+checkpoint (`auto` is resolved by the engine) nor the pass and implementation names (the compiler
+knows those). Imports neither torch nor Hydra.
+
+    config = EngineConfig.from_mapping({"model": {"path": "asset://tiny"}, "runtime": {"seed": 1}})
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import re
+import types
+import typing
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+from minivllm.errors import UserError
+
+T = TypeVar("T", bound="OptionGroup")
+
+
+def option(
+    default: Any = dataclasses.MISSING,
+    *,
+    factory: Callable[[], Any] | None = None,
+    choices: tuple[str, ...] = (),
+    pattern: str = "",
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    unavailable: bool = False,
+) -> Any:
+    """A dataclass field with the values that it takes.
+
+    Args:
+        default, factory: the default, or what makes one.
+        choices: the allowed strings, as printed; with `pattern` they only describe it.
+        pattern: a regular expression that an allowed string matches as a whole.
+        at_least, above, at_most: bounds of a number.
+        unavailable: a switch whose feature does not exist yet: true is refused.
+    """
+    metadata = {
+        "choices": choices,
+        "pattern": pattern,
+        "at_least": at_least,
+        "above": above,
+        "at_most": at_most,
+        "unavailable": unavailable,
+    }
+    if factory is not None:
+        return dataclasses.field(default_factory=factory, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class OptionGroup:
+    """Base of a group: checks every field's type and range, and turns lists into tuples."""
+
+    group: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        hints = typing.get_type_hints(type(self))
+        for field in dataclasses.fields(self):
+            value = _checked(f"{self.group}.{field.name}", getattr(self, field.name), field, hints)
+            object.__setattr__(self, field.name, value)
+
+    @classmethod
+    def from_mapping(cls: type[T], data: object) -> T:
+        """The group from a plain mapping; absent keys keep their defaults.
+
+        Raises:
+            UserError: not a mapping, an unknown key, a wrong type or a value out of range.
+        """
+        names = [field.name for field in dataclasses.fields(cls)]
+        return cls(**_known_keys(cls.group, data, names))
+
+
+@dataclass(frozen=True)
+class ModelOptions(OptionGroup):
+    """Which model, and how its weights are loaded.
+
+    Attributes:
+        name: what to call it in messages.
+        path: a folder, `asset://NAME` (shipped with the package) or a Hugging Face hub id.
+        revision: branch, tag or commit on the hub.
+        tokenizer: a folder or hub id; None: the model's own.
+        dtype: of weights and activations; auto: the checkpoint's on CUDA, float32 on CPU.
+        load_format: dummy: seeded random weights; auto: safetensors.
+        seed: of dummy weights.
+        skip_tokenizer_init: prompts are token ids, and outputs carry no text.
+        architecture: a Hugging Face `config.json` as a mapping, for dummy weights without a folder.
+    """
+
+    group: ClassVar[str] = "model"
+
+    name: str = option("custom")
+    path: str | None = option(None)
+    revision: str | None = option(None)
+    tokenizer: str | None = option(None)
+    dtype: str = option("auto", choices=("auto", "float32", "bfloat16", "float16"))
+    load_format: str = option("auto", choices=("auto", "safetensors", "dummy"))
+    seed: int = option(0, at_least=0, at_most=2**63 - 1)
+    skip_tokenizer_init: bool = option(False)
+    architecture: Mapping[str, Any] | None = option(None)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.path is None and self.load_format != "dummy":
+            raise UserError(
+                "model.path: none given; name a folder, asset://tiny or a Hugging Face hub id, "
+                "or take random weights: model.load_format=dummy with model.architecture"
+            )
+        if self.path is None and self.architecture is None:
+            raise UserError(
+                "model.load_format=dummy needs a shape: model.architecture "
+                "(a config.json as a mapping), or a model.path whose config.json tells it"
+            )
+
+
+@dataclass(frozen=True)
+class CompilerOptions(OptionGroup):
+    """How the traced graph becomes what runs.
+
+    Attributes:
+        mode: reference: the plain model on the whole sequence; eager: the graph after the
+            mandatory lowering; compiled: after every pass.
+        dump_dir: a folder for one text file a pass; None: no dumps.
+        verify: run the costly checks after every pass.
+        disable: names of passes to leave out.
+        stop_after: name of the last pass to run.
+        implementations: op name -> the implementation it must use.
+    """
+
+    group: ClassVar[str] = "compiler"
+
+    mode: str = option("compiled", choices=("reference", "eager", "compiled"))
+    dump_dir: str | None = option(None)
+    verify: bool = option(False)
+    disable: tuple[str, ...] = option(())
+    stop_after: str | None = option(None)
+    implementations: Mapping[str, str] = option(factory=dict)
+
+
+@dataclass(frozen=True)
+class RuntimeOptions(OptionGroup):
+    """Device, memory and limits of a run.
+
+    Attributes:
+        device: auto: CUDA if there is one, else CPU.
+        max_model_len: longest sequence, prompt and output, in tokens; None: the model's own.
+        max_num_seqs: most sequences in one step.
+        max_num_batched_tokens: most tokens in one step.
+        block_size: tokens a KV block; None: 256.
+        gpu_memory_utilization: share of the GPU's memory to use, in (0, 1].
+        kv_cache_memory_bytes: size of the KV cache in bytes; None: from the share above.
+        enable_prefix_caching, cuda_graph: not available yet.
+        state_dtype: of the recurrent state; auto: the checkpoint's `mamba_ssm_dtype`, else float32.
+        seed: base of the sampling seeds of requests that bring none.
+    """
+
+    group: ClassVar[str] = "runtime"
+
+    device: str = option(
+        "auto", choices=("auto", "cpu", "cuda", "cuda:N"), pattern=r"auto|cpu|cuda(:\d+)?"
+    )
+    max_model_len: int | None = option(None, at_least=1)
+    max_num_seqs: int = option(256, at_least=1)
+    max_num_batched_tokens: int = option(8192, at_least=1)
+    block_size: int | None = option(None, at_least=1)
+    gpu_memory_utilization: float = option(0.9, above=0, at_most=1)
+    kv_cache_memory_bytes: int | None = option(None, at_least=1)
+    enable_prefix_caching: bool = option(False, unavailable=True)
+    cuda_graph: bool = option(False, unavailable=True)
+    state_dtype: str = option("auto", choices=("auto", "float32", "bfloat16"))
+    seed: int = option(0, at_least=0, at_most=2**63 - 1)
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything an engine is built from."""
+
+    model: ModelOptions
+    compiler: CompilerOptions = dataclasses.field(default_factory=CompilerOptions)
+    runtime: RuntimeOptions = dataclasses.field(default_factory=RuntimeOptions)
+
+    @classmethod
+    def from_mapping(cls, data: object) -> EngineConfig:
+        """The config from nested plain mappings, one a group; absent groups keep their defaults.
+
+        Raises:
+            UserError: an unknown group or key, a wrong type or a value out of range.
+        """
+        groups = _known_keys("", data, [field.name for field in dataclasses.fields(cls)])
+        return cls(
+            model=ModelOptions.from_mapping(groups.get("model", {})),
+            compiler=CompilerOptions.from_mapping(groups.get("compiler", {})),
+            runtime=RuntimeOptions.from_mapping(groups.get("runtime", {})),
+        )
+
+
+def unknown_key(key: str, value: object, choices: Collection[str]) -> UserError:
+    """The error for a dotted key that does not exist, with the nearest name and all choices."""
+    near = difflib.get_close_matches(key.rpartition(".")[2], choices, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return UserError(f"{key}={value}: no such key; {hint}choices: {', '.join(sorted(choices))}")
+
+
+def _known_keys(group: str, data: object, names: Collection[str]) -> dict[str, Any]:
+    if not isinstance(data, Mapping):
+        raise UserError(f"{group or 'config'}: {data!r} is not a group of: {', '.join(names)}")
+    for key, value in data.items():
+        if key not in names:
+            raise unknown_key(f"{group}.{key}" if group else str(key), value, names)
+    return dict(data)
+
+
+def _checked(key: str, value: Any, field: dataclasses.Field[Any], hints: Mapping[str, Any]) -> Any:
+    rule = field.metadata
+    optional, kind = _without_none(hints[field.name])
+    if value is None and optional:
+        return None
+    try:
+        value = _converted(value, kind)
+    except TypeError:
+        raise UserError(f"{key}: {value!r} is not {_described(rule, kind, optional)}") from None
+    if rule["unavailable"] and value:
+        raise UserError(f"{key}: {value!r} is not available yet; choices: false")
+    allowed = True
+    if kind is str:
+        pattern = rule["pattern"] or "|".join(rule["choices"]) or ".+"
+        allowed = re.fullmatch(pattern, value, re.DOTALL) is not None
+    elif kind in (int, float):
+        low, above, high = rule["at_least"], rule["above"], rule["at_most"]
+        allowed = (
+            math.isfinite(value)
+            and (low is None or value >= low)
+            and (above is None or value > above)
+            and (high is None or value <= high)
+        )
+    if not allowed:
+        raise UserError(f"{key}: {value!r} is not {_described(rule, kind, optional)}")
+    return value
+
+
+def _without_none(hint: Any) -> tuple[bool, Any]:
+    """Whether None is allowed, and the type beside it (`tuple`, `Mapping` without arguments)."""
+    parts = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    kinds = [part for part in parts if part is not type(None)]
+    assert len(kinds) == 1, hint
+    return len(parts) > 1, typing.get_origin(kinds[0]) or kinds[0]
+
+
+def _converted(value: Any, kind: Any) -> Any:
+    """`value` as `kind`; TypeError if it is something else (true is no number, text no list)."""
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if kind is tuple and isinstance(value, (list, tuple)):
+        if all(isinstance(item, str) for item in value):
+            return tuple(value)
+    elif kind is Mapping and isinstance(value, Mapping):
+        if all(isinstance(name, str) for name in value):
+            return dict(value)
+    elif isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
+        return value
+    raise TypeError(kind)
+
+
+def _described(rule: Mapping[str, Any], kind: Any, optional: bool) -> str:
+    if rule["choices"]:
+        text = "one of: " + ", ".join(rule["choices"])
+    elif kind in (int, float):
+        bounds = [
+            f"{sign} {rule[bound]}"
+            for sign, bound in ((">=", "at_least"), (">", "above"), ("<=", "at_most"))
+            if rule[bound] is not None
+        ]
+        noun = "an integer" if kind is int else "a number"
+        text = f"{noun} {' and '.join(bounds)}".rstrip()
+    else:
+        text = {
+            str: "a text of at least one character",
+            bool: "true or false",
+            tuple: "a list of names, such as [a,b]",
+            Mapping: "a mapping of names, such as {a:b}",
+        }[kind]
+    return text + (" or null" if optional else "")

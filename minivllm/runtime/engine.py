@@ -1,0 +1,265 @@
+"""The engine: from a config to a loaded, compiled model, and requests run one after another.
+
+Owns loading order, the resolution of every `auto`, and a request's life. Does not own prompts'
+forms (`inputs`), the graphs' inputs (`model_runner`) or sampling (`sampler`).
+
+    engine = Engine(config)
+    for output in engine.run(prompt, params): ...
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from minivllm.compiler.compile import CompiledModel, compile_model
+from minivllm.compiler.trace import meta_model
+from minivllm.config import EngineConfig, ModelOptions, RuntimeOptions
+from minivllm.errors import UserError
+from minivllm.model.config import MiniQwenConfig
+from minivllm.model.miniqwen import constants
+from minivllm.model.weights import (
+    dummy_weights,
+    load_config,
+    load_weights,
+    parameter_shapes,
+    resolve_model,
+)
+from minivllm.ops.attention import FLASH_ATTENTION_PAGE
+from minivllm.runtime.detokenizer import IncrementalDetokenizer
+from minivllm.runtime.inputs import Prompt
+from minivllm.runtime.memory import plan_memory
+from minivllm.runtime.model_runner import ModelRunner, ReferenceRunner, Row
+from minivllm.runtime.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from minivllm.runtime.sampler import sample
+from minivllm.runtime.sampling_params import SamplingParams
+from minivllm.runtime.stop import StopChecker
+from minivllm.runtime.tokenizer import Tokenizer, load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+SLOT = 1  # of the one sequence that runs; slot 0 and block 0 belong to padding rows
+
+
+class Engine:
+    """A model ready to run.
+
+    Attributes:
+        config: the architecture.
+        device, dtype: where and in what the model runs.
+        tokenizer: None where it was skipped, or where dummy weights came without one.
+        max_model_len: longest sequence in tokens.
+        compiled: the graphs and their reports; None in reference mode.
+        runner: executes a step.
+    """
+
+    def __init__(self, options: EngineConfig) -> None:
+        self.options = options
+        self.device = resolve_device(options.runtime.device)
+        folder = _folder(options.model)
+        self.config = _architecture(options.model, folder)
+        self.dtype = resolve_dtype(options.model.dtype, self.config, self.device)
+        self.tokenizer = _tokenizer(options.model, folder)
+        self.block_size = options.runtime.block_size or FLASH_ATTENTION_PAGE
+        self.compiled: CompiledModel | None = None
+        self.runner: ModelRunner | ReferenceRunner
+        if self.dtype == torch.float32 and self.device.type == "cuda":
+            # float32 means float32: products must not be rounded to TF32
+            torch.set_float32_matmul_precision("highest")
+        if options.compiler.mode != "reference":
+            self.compiled = compile_model(
+                self.config,
+                self.dtype,
+                options.compiler,
+                state_dtype=resolve_state_dtype(options.runtime, self.config),
+                block_size=self.block_size,
+            )
+            if options.compiler.stop_after is not None:
+                raise UserError(
+                    f"compiler.stop_after={options.compiler.stop_after!r} leaves a graph that "
+                    "cannot run; it is for inspecting dumps (compiler.dump_dir)"
+                )
+        self.weights = self._load_weights(folder)
+        self._build_runner()
+        for line in self.runner.warnings:
+            logger.warning(line)
+        known = self.config.eos_token_ids
+        self.eos_token_ids = known or (self.tokenizer.eos_token_ids if self.tokenizer else ())
+        limit = self.tokenizer.vocab_limit if self.tokenizer else self.config.vocab_size
+        self.vocab_limit = min(limit, self.config.vocab_size)
+        self._request_ids = itertools.count()
+
+    def _load_weights(self, folder: Path | None) -> dict[str, torch.Tensor]:
+        shapes = parameter_shapes(self.config)
+        if self.options.model.load_format == "dummy":
+            return dummy_weights(shapes, self.dtype, self.device, self.options.model.seed)
+        assert folder is not None, "checked by ModelOptions"
+        return load_weights(folder, shapes, self.dtype, self.device)
+
+    def _build_runner(self) -> None:
+        buffers = {n: c.to(self.device) for n, c in constants(self.config).items()}
+        states = self.compiled.decode.states.values() if self.compiled else ()
+        free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else None
+        plan = plan_memory(
+            self.options.runtime,
+            sum(s.bytes_per_entry for s in states if s.kind == "block"),
+            self.block_size,
+            self.config.max_position_embeddings,
+            free,
+        )
+        self.max_model_len = plan.max_model_len
+        if plan.note:
+            logger.warning(plan.note)
+        if self.compiled is None:
+            model = meta_model(self.config, self.dtype)
+            model.load_state_dict(self.weights, assign=True)
+            model.rotary_emb.inv_freq = buffers["rotary_emb.inv_freq"]
+            self.runner = ReferenceRunner(model, self.device)
+            return
+        self.runner = ModelRunner(
+            self.compiled,
+            self.weights | buffers,
+            self.device,
+            self.dtype,
+            num_slots=SLOT + 1,
+            num_blocks=plan.num_blocks,
+            block_size=self.block_size,
+            implementations=self.options.compiler.implementations,
+        )
+        paged = "flash_attn" in self.runner.implementations.values()
+        if paged and self.block_size % FLASH_ATTENTION_PAGE:
+            raise UserError(
+                f"runtime.block_size={self.block_size}: flash-attn's paged attention takes "
+                f"multiples of {FLASH_ATTENTION_PAGE}; or force its substitute with "
+                "compiler.implementations.paged_attention_prefill=torch and "
+                "compiler.implementations.paged_attention_decode=torch"
+            )
+
+    def run(self, prompt: Prompt, params: SamplingParams) -> Iterator[RequestOutput]:
+        """Run one request to its end; yields its state after every token."""
+        start = time.perf_counter()
+        number = next(self._request_ids)
+        seed = params.seed
+        if seed is None:
+            seed = (self.options.runtime.seed * 0x9E3779B97F4A7C15 + number) % 2**64
+        detokenizer = None
+        if self.tokenizer is not None:
+            detokenizer = IncrementalDetokenizer(
+                self.tokenizer, prompt.token_ids, params.skip_special_tokens
+            )
+        room = self.max_model_len - len(prompt.token_ids)
+        stop = StopChecker(params, self.eos_token_ids, detokenizer, room)
+        ids = list(prompt.token_ids)
+        text = ""
+        first: float | None = None
+        logits = self._prefill(ids)
+        while True:
+            token = int(sample(logits, [params], [seed], [len(ids)], self.vocab_limit))
+            now = time.perf_counter()
+            first = now if first is None else first
+            ids.append(token)
+            step = stop.update(token)
+            text += step.text
+            completion = CompletionOutput(
+                index=0,
+                text=text,
+                token_ids=ids[len(prompt.token_ids) :],
+                delta=step.text,
+                finish_reason=step.finish_reason,
+                stop_reason=step.stop_reason,
+            )
+            yield RequestOutput(
+                request_id=str(number),
+                prompt=prompt.text,
+                prompt_token_ids=prompt.token_ids,
+                outputs=[completion],
+                finished=step.finish_reason is not None,
+                metrics=RequestMetrics(first - start, now - first),
+            )
+            if step.finish_reason is not None:
+                return
+            logits = self.runner.decode([self._row(ids, len(ids) - 1)])
+
+    def _prefill(self, ids: list[int]) -> torch.Tensor:
+        """The logits behind a prompt, run in chunks of at most `max_num_batched_tokens`."""
+        budget = self.options.runtime.max_num_batched_tokens
+        for start in range(0, len(ids), budget):
+            logits = self.runner.prefill([self._row(ids[: start + budget], start)])
+        return logits
+
+    def _row(self, ids: list[int], num_computed_tokens: int) -> Row:
+        return Row(ids, num_computed_tokens, SLOT, range(1, -(-len(ids) // self.block_size) + 1))
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto`: CUDA if there is one, else CPU; a CUDA device that is not there is a UserError."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if (device.index or 0) >= count:
+            raise UserError(
+                f"runtime.device={name!r}: this machine has {count} CUDA devices; choose auto, "
+                + ", ".join(["cpu", *(f"cuda:{i}" for i in range(count))])
+            )
+    return device
+
+
+def resolve_dtype(name: str, config: MiniQwenConfig, device: torch.device) -> torch.dtype:
+    """`auto`: the checkpoint's dtype on CUDA (bfloat16 if it says none), float32 on CPU."""
+    if name == "auto":
+        name = (config.dtype or "bfloat16") if device.type == "cuda" else "float32"
+    return getattr(torch, name)
+
+
+def resolve_state_dtype(options: RuntimeOptions, config: MiniQwenConfig) -> torch.dtype:
+    """`auto`: what the checkpoint asks for (`mamba_ssm_dtype`), else float32."""
+    name = options.state_dtype
+    return getattr(torch, (config.mamba_ssm_dtype or "float32") if name == "auto" else name)
+
+
+def _folder(options: ModelOptions) -> Path | None:
+    """The checkpoint's folder; None for dummy weights whose shape the options tell."""
+    if options.path is None or (options.load_format == "dummy" and options.architecture):
+        return None
+    return resolve_model(options.path, options.revision)
+
+
+def _architecture(options: ModelOptions, folder: Path | None) -> MiniQwenConfig:
+    if folder is not None:
+        config = load_config(folder)
+        if options.architecture is not None:
+            asked = MiniQwenConfig.from_hf(options.architecture)
+            differing = [
+                f.name
+                for f in dataclasses.fields(config)
+                if getattr(config, f.name) != getattr(asked, f.name)
+            ]
+            if differing:
+                logger.warning(
+                    "model.architecture is not used: the checkpoint's config.json tells the shape, "
+                    "and differs in %s",
+                    ", ".join(differing),
+                )
+        return config
+    assert options.architecture is not None, "checked by ModelOptions"
+    return MiniQwenConfig.from_hf(options.architecture)
+
+
+def _tokenizer(options: ModelOptions, folder: Path | None) -> Tokenizer | None:
+    if options.skip_tokenizer_init:
+        return None
+    if options.tokenizer is not None:
+        return load_tokenizer(options.tokenizer)
+    if folder is None or (
+        options.load_format == "dummy" and not (folder / "tokenizer.json").is_file()
+    ):
+        return None
+    return load_tokenizer(folder, options.revision)

@@ -1,0 +1,173 @@
+"""The tokenizer of a model folder: text to ids and back.
+
+Owns loading it with the pre-tokenizer it was trained with, and the few facts the runtime needs of
+it. Does not own streaming (`detokenizer`). transformers is imported when a tokenizer is loaded.
+
+    tokenizer = load_tokenizer(folder)
+    ids = tokenizer.encode("Hello"); text = tokenizer.decode(ids)
+
+`tokenizer.json` says all about a tokenizer, its pre-tokenizer's regular expression included.
+transformers' AutoTokenizer reads only the vocabulary from it and builds the rest from the class
+that `tokenizer_config.json` names; for a text-only Qwen3.5 folder that is Qwen2's, whose regular
+expression splits combining marks (Devanagari, Thai, Arabic) from their letters. So the file is
+loaded as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from minivllm.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+logger = logging.getLogger(__name__)
+
+WAYS_OUT = (
+    "Name a folder or hub id that has a tokenizer.json with model.tokenizer=…, "
+    "or work on token ids alone: model.skip_tokenizer_init=true"
+)
+# Whose tokenizer.json, if saved by transformers 4, has a wrong regular expression.
+_MISTRAL_TYPES = ("mistral", "mistral3", "voxtral", "ministral", "pixtral")
+_QWEN35_VOCABULARY = 248_000
+
+
+class Tokenizer:
+    """A byte-level tokenizer.
+
+    Attributes:
+        hf: transformers' own object, for what is not wrapped here (chat templates).
+    """
+
+    def __init__(self, hf: PreTrainedTokenizerFast) -> None:
+        self.hf = hf
+        self._backend = hf.backend_tokenizer
+        # Saved settings of a training run: they would shorten or lengthen prompts silently.
+        self._backend.no_truncation()
+        self._backend.no_padding()
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text; special tokens written in it become their ids.
+
+        Raises:
+            UserError: the text holds half of a surrogate pair, which no encoding has.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise UserError(
+                f"text {text[:40]!r}: not valid Unicode at character {error.start} "
+                f"({text[error.start]!r})"
+            ) from None
+        return list(self._backend.encode(text).ids)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of ids; broken UTF-8 becomes U+FFFD, ids that do not exist become nothing."""
+        return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    def token(self, token_id: int) -> str | None:
+        """The vocabulary's entry of an id, in its byte-level letters; None: there is none."""
+        return self._backend.id_to_token(token_id)
+
+    @functools.cached_property
+    def special_ids(self) -> frozenset[int]:
+        """The ids that `skip_special_tokens` leaves out."""
+        added = self._backend.get_added_tokens_decoder()
+        return frozenset(token_id for token_id, token in added.items() if token.special)
+
+    @functools.cached_property
+    def vocab_limit(self) -> int:
+        """One more than the largest id, added tokens included; a model's head may be longer."""
+        return max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The ids that the tokenizer's own configuration says end a text; may be empty."""
+        return () if self.hf.eos_token_id is None else (int(self.hf.eos_token_id),)
+
+
+def load_tokenizer(path: Path | str, revision: str | None = None) -> Tokenizer:
+    """The tokenizer at a folder, `asset://NAME` or hub id (then `revision` picks its state).
+
+    Raises:
+        UserError: there is no such place, it has no tokenizer.json, or one that can't be read or
+            is not byte-level; names the ways out.
+    """
+    folder = _resolve(path, revision)
+    if not (folder / "tokenizer.json").is_file():
+        raise UserError(f"model.tokenizer={str(path)!r}: no tokenizer.json in {folder}. {WAYS_OUT}")
+    from transformers import PreTrainedTokenizerFast
+
+    try:
+        # The flag is given either way: left out, transformers warns of tokenizers that are right,
+        # and where config.json names no model type, True would put Mistral's expression into one.
+        hf = PreTrainedTokenizerFast.from_pretrained(
+            str(folder), fix_mistral_regex=_model_type(folder) in _MISTRAL_TYPES
+        )
+    except Exception as error:  # the parsers underneath raise bare Exception, among others
+        raise UserError(
+            f"model.tokenizer={str(path)!r}: cannot read the tokenizer in {folder} "
+            f"({type(error).__name__}: {error}). {WAYS_OUT}"
+        ) from error
+    decoder = _state(hf.backend_tokenizer.decoder)
+    if '"ByteLevel"' not in decoder:
+        raise UserError(
+            f"model.tokenizer={str(path)!r}: its decoder is {decoder}; only byte-level tokenizers "
+            f"can be used. {WAYS_OUT}"
+        )
+    tokenizer = Tokenizer(hf)
+    _check_vocabulary(tokenizer, folder)
+    return tokenizer
+
+
+def _resolve(path: Path | str, revision: str | None) -> Path:
+    if isinstance(path, Path):
+        if not path.is_dir():
+            raise UserError(f"model.tokenizer={str(path)!r}: no such folder. {WAYS_OUT}")
+        return path
+    from minivllm.model.source import resolve_model
+
+    try:
+        return resolve_model(path, revision, weights=False)
+    except UserError as error:
+        reason = "".join(str(error.__cause__ or "").strip().splitlines()[:1])
+        raise UserError(
+            f"model.tokenizer={path!r}: neither a folder nor an embedded asset nor to be had from "
+            f"the Hugging Face hub{reason and f' ({reason})'}. {WAYS_OUT}"
+        ) from error
+
+
+def _model_type(folder: Path) -> str | None:
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):  # a tokenizer needs none; a broken one is the loader's
+        return None
+    return config.get("model_type") if isinstance(config, dict) else None
+
+
+def _check_vocabulary(tokenizer: Tokenizer, folder: Path) -> None:
+    """Warns of what loads but is likely not what the model was trained with."""
+    backend = tokenizer.hf.backend_tokenizer
+    missing = tokenizer.vocab_limit - backend.get_vocab_size(with_added_tokens=True)
+    if missing > 0:
+        logger.warning("%s: %d ids below the largest have no token", folder, missing)
+    if tokenizer.vocab_limit >= _QWEN35_VOCABULARY and r"\\p{M}" not in _state(
+        backend.pre_tokenizer
+    ):
+        logger.warning(
+            "%s: the vocabulary has the size of Qwen3.5's, but its pre-tokenizer splits combining "
+            "marks from their letters as Qwen2's did: ids of Devanagari, Thai or Arabic text may "
+            "not be what the model was trained with",
+            folder,
+        )
+
+
+def _state(component: Any) -> str:
+    """A part of a `tokenizers` pipeline as its JSON text."""
+    return "null" if component is None else component.__getstate__().decode()
