@@ -1,0 +1,52 @@
+"""What a measurement ran on: GPU, versions, commit and command, for the JSON beside its numbers.
+
+record = {"environment": environment(git_sha), ...}
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = ("torch", "triton", "transformers", "flash-linear-attention", "flash-attn")
+
+
+def environment(git_sha: str | None = None) -> dict[str, Any]:
+    """The facts a reader needs to repeat a run.
+
+    Args:
+        git_sha: of the code that runs; None: asked of git.
+    """
+    cuda = torch.cuda.is_available()
+    return {
+        "gpu": torch.cuda.get_device_name() if cuda else None,
+        "cuda": torch.version.cuda if cuda else None,
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in PACKAGES},
+        "git_sha": git_sha or _git_sha(),
+        "command": " ".join(["python", *sys.argv]),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _git_sha() -> str | None:
+    command = ["git", "rev-parse", "--short=12", "HEAD"]
+    try:
+        done = subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
