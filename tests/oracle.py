@@ -6,12 +6,24 @@ logits = all_logits(model, [1, 2, 3]); tokens = greedy(model, [1, 2, 3], 64)
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from transformers.models.qwen3_5 import modeling_qwen3_5
+
+# Where FLA is installed, transformers binds its Triton kernels at import, for the CPU too, where
+# they cannot run; the oracle is the torch code behind them.
+for _name in (
+    "causal_conv1d_fn",
+    "causal_conv1d_update",
+    "torch_chunk_gated_delta_rule",
+    "torch_recurrent_gated_delta_rule",
+):
+    setattr(modeling_qwen3_5, _name, inspect.unwrap(getattr(modeling_qwen3_5, _name)))
 
 SMALL: dict[str, Any] = {
     "vocab_size": 97,
@@ -93,8 +105,8 @@ def greedy(model: Qwen3_5ForCausalLM, ids: list[int], steps: int) -> list[int]:
         prompt,
         attention_mask=torch.ones_like(prompt),
         max_new_tokens=steps,
-        min_new_tokens=steps,
         do_sample=False,
+        eos_token_id=-1,  # no id ends it
         pad_token_id=0,
     )
     return output[0, len(ids) :].tolist()

@@ -178,11 +178,12 @@ def test_tiny_completes_the_same_without_the_compiler(generate):
 
 
 def test_several_prompts_each_complete_as_if_alone(generate):
-    both, summary = generate("+model=tiny", "prompts=[从前有,import os]", "sampling.max_tokens=8")
+    options = ["+model=tiny", "sampling.max_tokens=8", "sampling.ignore_eos=true"]
+    both, summary = generate(*options, "prompts=[从前有,import os]")
     assert summary[2] == "16"
     second = both.index("--- prompt 2 of 2: 'import os'")
     assert both[0] == "--- prompt 1 of 2: '从前有'"
-    alone, _ = generate("+model=tiny", "prompt=import os", "sampling.max_tokens=8")
+    alone, _ = generate(*options, "prompt=import os")
     assert both[second + 1 :] == alone
 
 
