@@ -64,7 +64,7 @@ def l2_epsilon_outside_the_root(patch: pytest.MonkeyPatch) -> None:
 def rope_turns_all_dims(patch: pytest.MonkeyPatch) -> None:
     def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         repeats = x.shape[-1] // cos.shape[-1]
-        cos, sin = cos.repeat(1, repeats)[:, None], sin.repeat(1, repeats)[:, None]
+        cos, sin = cos.repeat(1, 1, repeats), sin.repeat(1, 1, repeats)
         first, second = x.chunk(2, dim=-1)
         return x * cos + torch.cat([-second, first], dim=-1) * sin
 

@@ -53,7 +53,7 @@ def check(graph: Graph, *, may_mutate: bool) -> None:
     writes: Counter[str] = Counter()
     for node in graph.fx.nodes:
         if node.op == "placeholder":
-            _require(node.target in INPUTS, node, f"is not an input of {', '.join(INPUTS)}")
+            _check_input(node)
         elif node.op == "get_attr":
             _check_leaf(graph, node)
         elif node.op == "call_function":
@@ -73,8 +73,18 @@ def check(graph: Graph, *, may_mutate: bool) -> None:
             raise ContractError(f"{name} is written {writes[name]} times a step instead of once")
 
 
+def _check_input(node: Node) -> None:
+    spec = INPUTS.get(str(node.target))
+    _require(spec is not None, node, f"is not an input of {', '.join(INPUTS)}")
+    assert spec is not None
+    value = _value(node)
+    _require(
+        value.dtype == spec.dtype and value.ndim == len(spec.dims), node, f"differs from {spec}"
+    )
+
+
 def _check_leaf(graph: Graph, node: Node) -> None:
-    name, value = str(node.target), node.meta["val"]
+    name, value = str(node.target), _value(node)
     spec = graph.weights.get(name) or graph.states.get(name)
     _require(spec is not None, node, "names neither a weight nor a state")
     assert spec is not None
@@ -91,6 +101,11 @@ def _check_call(node: Node) -> None:
         _require(key in node.meta, node, f"carries no {key}")
     literals = [*node.args, *node.kwargs.values()]
     _require(not any(isinstance(a, torch.device) for a in literals), node, "names a device")
+
+
+def _value(node: Node) -> torch.Tensor:
+    _require("val" in node.meta, node, "carries no val")
+    return node.meta["val"]
 
 
 def _require(condition: bool, node: Node, complaint: str) -> None:

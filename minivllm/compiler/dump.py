@@ -21,6 +21,7 @@ from torch.fx import Node
 
 from minivllm.compiler.graph import INPUTS, Graph
 from minivllm.compiler.runner import Observer
+from minivllm.errors import UserError
 
 
 def dump_to(folder: Path) -> Observer:
@@ -29,8 +30,17 @@ def dump_to(folder: Path) -> Observer:
 
     def write(graph: Graph, stage: str) -> None:
         path = folder / graph.phase / f"{next(counters[graph.phase]):02d}_{stage}.txt"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(format_graph(graph, stage))
+        try:
+            if stage == "source":
+                for old in path.parent.glob("*.txt"):
+                    old.unlink()  # of an earlier run, which may have had other stages
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(format_graph(graph, stage))
+        except OSError as error:
+            raise UserError(
+                f"compiler.dump_dir={str(folder)!r}: cannot write {path} ({error.strerror}); "
+                "name a folder that can be written"
+            ) from error
 
     return write
 

@@ -13,6 +13,7 @@ symbols shared by the whole graph.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,11 +53,26 @@ INPUTS: dict[str, InputSpec] = {
 
 
 @dataclass(frozen=True)
+class WeightPart:
+    """Rows of a merged weight: `start:start + rows` hold the tensor `name` of the state_dict."""
+
+    name: str
+    start: int
+    rows: int
+
+
+@dataclass(frozen=True)
 class WeightSpec:
-    """A weight the graph reads: a tensor of the model's state_dict."""
+    """A weight the graph reads.
+
+    Attributes:
+        parts: the recipe of a merged weight, which the loader executes; rows that no part covers
+            are zero. Empty: the tensor of the same name in the model's state_dict.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    parts: tuple[WeightPart, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -124,18 +140,23 @@ class Graph:
         return value
 
     @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the activations."""
+        return self.output.meta["val"].dtype
+
+    @property
     def input_names(self) -> tuple[str, ...]:
         """The inputs of this graph, in the vocabulary's order of first use."""
         return tuple(str(n.target) for n in self.fx.nodes if n.op == "placeholder")
 
     def named(self, size: int | torch.SymInt) -> str:
         """A size as text, with the vocabulary's symbol names."""
-        text = str(size)
-        for name, symbol in self.symbols.items():
-            if name == "seqs" and self.phase == "decode":
-                continue
-            text = text.replace(str(symbol), name)
-        return text
+        names = {
+            str(symbol): name
+            for name, symbol in self.symbols.items()
+            if name != "seqs" or self.phase != "decode"
+        }
+        return re.sub(r"\w+", lambda found: names.get(found[0], found[0]), str(size))
 
     # writing
 
@@ -155,6 +176,12 @@ class Graph:
             return next(n for n in self._leaves("get_attr") if n.target == name)
         self.states[name] = spec
         return self._add_leaf("get_attr", name, (spec.symbol, *spec.shape), spec.dtype)
+
+    def weight(self, name: str, spec: WeightSpec) -> Node:
+        """The node of a new weight."""
+        assert name not in self.weights, f"{name} is a weight already"
+        self.weights[name] = spec
+        return self._add_leaf("get_attr", name, spec.shape, spec.dtype)
 
     def call(self, target: Callable[..., Any], *args: Any, like: Node, **kwargs: Any) -> Node:
         """Insert a call before `like`, typed at once, with `like`'s module and source line."""
@@ -201,4 +228,6 @@ class Graph:
     def _type(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return tuple(self.named(s) for s in value.shape), value.dtype, value.device.type
+        if isinstance(value, (list, tuple)):
+            return [self._type(v) for v in value]
         return type(value)

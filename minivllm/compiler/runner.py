@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from minivllm.compiler import contract
 from minivllm.compiler.graph import Graph
 from minivllm.compiler.passes.base import GraphPass, PassContext
+from minivllm.errors import UserError
 
 Observer = Callable[[Graph, str], None]
 
@@ -68,10 +69,14 @@ def run_passes(
             report = _run_one(graph, graph_pass, context, may_mutate)
             for observe in observers:
                 observe(graph, graph_pass.name)
+        except UserError:
+            raise
         except Exception as error:
+            ours = isinstance(error, CompileError)
+            cause = str(error) if ours else f"{type(error).__name__}: {error}"
             before = ", ".join(r.name for r in reports) or "none"
             raise CompileError(
-                f"pass {graph_pass.name} on the {graph.phase} graph: {error} "
+                f"pass {graph_pass.name} on the {graph.phase} graph: {cause} "
                 f"(passes before it: {before})"
             ) from error
         reports.append(report)

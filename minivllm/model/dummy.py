@@ -27,8 +27,11 @@ def dummy_weights(
     dtype: torch.dtype,
     device: torch.device | str,
     seed: int,
+    targets: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """A random tensor for each name in `shapes`, in `dtype` on `device`.
+
+    A parameter named in `targets` is drawn into that tensor, and no other is made for it.
 
     A tensor's values depend on `seed`, its name and its shape alone: they are drawn on the CPU in
     float32. Matrices have variance 1/fan-in, so that activations keep their scale through any
@@ -39,7 +42,10 @@ def dummy_weights(
     for name, shape in shapes.items():
         generator = torch.Generator().manual_seed(_mix(seed, name))
         values = _draw(name.split("."), shape, generator)
-        weights[name] = values.to(device=device, dtype=dtype)
+        target = (targets or {}).get(name)
+        if target is None:
+            target = torch.empty(shape, dtype=dtype, device=device)
+        weights[name] = target.copy_(values)
     return weights
 
 

@@ -78,6 +78,11 @@ def l2_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
     return (x32 * torch.rsqrt(x32.pow(2).sum(-1, keepdim=True) + eps)).to(x.dtype)
 
 
+def log_decay(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
+    """`-exp(A_log) * softplus(a + dt_bias)`, the logarithm of a head's decay, in float32."""
+    return -A_log.float().exp() * F.softplus(a.float() + dt_bias)
+
+
 class CausalConv1d(nn.Module):
     """Causal depthwise convolution of `taps` inputs and SiLU."""
 
@@ -115,14 +120,14 @@ class GatedDeltaNet(nn.Module):
         k = l2_normalize(k.unflatten(-1, (-1, self.key_head_dim)))
         v = v.unflatten(-1, (-1, self.value_head_dim))
         beta = self.in_proj_b(x).sigmoid()
-        g = -self.A_log.float().exp() * F.softplus(self.in_proj_a(x).float() + self.dt_bias)
+        g = log_decay(self.in_proj_a(x), self.A_log, self.dt_bias)
         o = ops.gated_delta_rule(q, k, v, g, beta)
         z = self.in_proj_z(x).unflatten(-1, (-1, self.value_head_dim))
         return self.out_proj(self.norm(o, z).flatten(-2))
 
 
 class RotaryEmbedding(nn.Module):
-    """cos and sin of the rotary angles, `[T, rotary_dim]`, from `inv_freq` (float32 always)."""
+    """cos and sin of the rotary angles, `[T, 1, rotary_dim]`, from `inv_freq` (always float32)."""
 
     inv_freq: Tensor
 
@@ -131,7 +136,7 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("inv_freq", inv_freq(config), persistent=False)
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        angles = positions.float()[:, None] * self.inv_freq
+        angles = positions.float()[:, None, None] * self.inv_freq
         angles = torch.cat([angles, angles], dim=-1)
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
@@ -143,12 +148,15 @@ def inv_freq(config: MiniQwenConfig) -> Tensor:
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first `rotary_dim` of each head, half against half; the rest passes."""
+    """Rotate the first `rotary_dim` of each head, half against half; the rest passes.
+
+    x is `[T, H, D]`, cos and sin are `[T, 1, rotary_dim]`.
+    """
     rotary_dim = cos.shape[-1]
     turned, passed = x[..., :rotary_dim], x[..., rotary_dim:]
     first, second = turned.chunk(2, dim=-1)
     rotated = torch.cat([-second, first], dim=-1)
-    turned = turned * cos[:, None] + rotated * sin[:, None]
+    turned = turned * cos + rotated * sin
     return torch.cat([turned, passed], dim=-1)
 
 

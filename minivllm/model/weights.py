@@ -110,14 +110,16 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device | str,
     progress: bool = True,
+    targets: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """The parameters named in `shapes`, read from `folder`, in `dtype` on `device`.
 
-    Every tensor is a copy of its own, cast as transformers' `from_pretrained(dtype=…)` does; one
-    stored tensor at a time is held beside them, and one file at a time is mapped. `progress`
-    shows a bar on stderr where that is a terminal. Vision and MTP weights are skipped and counted
-    in the log. Raises UserError for a broken checkpoint, and for one that does not fit `shapes`,
-    listing all that is missing, unexpected, or of another shape or an unsupported dtype.
+    A parameter named in `targets` is read into that tensor (rows of a merged weight, say) and no
+    other is made for it. All are cast as transformers' `from_pretrained(dtype=…)` does; one stored
+    tensor at a time is held beside them, and one file at a time is mapped. `progress` shows a bar
+    on stderr where that is a terminal. Vision and MTP weights are skipped and counted in the log.
+    Raises UserError for a broken checkpoint, and for one that does not fit `shapes`, listing all
+    that is missing, unexpected, or of another shape or an unsupported dtype.
     """
     stored = stored_tensors(folder)
     names = _disk_names(shapes, stored)
@@ -140,7 +142,9 @@ def load_weights(
             with open_safetensors(file) as handle:
                 for name in file_names:
                     plain = names[name]
-                    target = torch.empty(shapes[plain], dtype=dtype, device=device)
+                    target = (targets or {}).get(plain)
+                    if target is None:
+                        target = torch.empty(shapes[plain], dtype=dtype, device=device)
                     loaded[plain] = target.copy_(handle.get_tensor(name).view(shapes[plain]))
                     bar.update(target.nbytes)
     return {plain: loaded[plain] for plain in shapes}

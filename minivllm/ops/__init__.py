@@ -1,4 +1,4 @@
-"""The named ops that mix tokens, and nothing else: all other work of the model is plain torch."""
+"""The named ops: those that mix tokens, and the fusions that compiler passes put into a graph."""
 
 from __future__ import annotations
 
@@ -13,12 +13,28 @@ from minivllm.ops.causal_conv1d import (
     CAUSAL_CONV1D_DECODE,
     CAUSAL_CONV1D_PREFILL,
 )
+from minivllm.ops.causal_conv1d_slots import (
+    CAUSAL_CONV1D_DECODE_SLOTS,
+    CAUSAL_CONV1D_PREFILL_SLOTS,
+)
+from minivllm.ops.fused_gated_delta_rule import (
+    FUSED_GATED_DELTA_RULE,
+    FUSED_GATED_DELTA_RULE_DECODE,
+    FUSED_GATED_DELTA_RULE_PREFILL,
+)
 from minivllm.ops.gated_delta_rule import (
     GATED_DELTA_RULE,
     GATED_DELTA_RULE_DECODE,
     GATED_DELTA_RULE_PREFILL,
 )
+from minivllm.ops.gated_delta_rule_slots import (
+    FUSED_GATED_DELTA_RULE_DECODE_SLOTS,
+    FUSED_GATED_DELTA_RULE_PREFILL_SLOTS,
+)
+from minivllm.ops.gating import SIGMOID_MUL, SILU_MUL
 from minivllm.ops.op import Implementation, Op
+from minivllm.ops.qk_norm_rope import QK_NORM_ROPE
+from minivllm.ops.rms_norm import ADD_RMS_NORM, GATED_RMS_NORM, RMS_NORM
 
 OPS: dict[str, Op] = {
     op.name: op
@@ -33,6 +49,19 @@ OPS: dict[str, Op] = {
         PAGED_KV_WRITE,
         PAGED_ATTENTION_PREFILL,
         PAGED_ATTENTION_DECODE,
+        RMS_NORM,
+        ADD_RMS_NORM,
+        GATED_RMS_NORM,
+        SILU_MUL,
+        SIGMOID_MUL,
+        QK_NORM_ROPE,
+        FUSED_GATED_DELTA_RULE,
+        FUSED_GATED_DELTA_RULE_PREFILL,
+        FUSED_GATED_DELTA_RULE_DECODE,
+        CAUSAL_CONV1D_PREFILL_SLOTS,
+        CAUSAL_CONV1D_DECODE_SLOTS,
+        FUSED_GATED_DELTA_RULE_PREFILL_SLOTS,
+        FUSED_GATED_DELTA_RULE_DECODE_SLOTS,
     )
 }
 

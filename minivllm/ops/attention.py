@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from minivllm.ops.kernels import kernel
 from minivllm.ops.op import HALF_DTYPES, Implementation, define_op
 
 FLASH_ATTENTION_PAGE = 256  # its paged entries take multiples of this block size only
@@ -86,8 +87,10 @@ def define_write(
         slot_mapping: `[T]`, int64: block * block_size + offset of each token. Padding rows name
             places of block 0, which belongs to nobody.
     """
-    k_cache.flatten(0, 1).index_copy_(0, slot_mapping, k)
-    v_cache.flatten(0, 1).index_copy_(0, slot_mapping, v)
+    block_size = k_cache.shape[1]
+    place = slot_mapping // block_size, slot_mapping % block_size
+    k_cache[place] = k
+    v_cache[place] = v
 
 
 def _write_fake(
@@ -359,7 +362,12 @@ PAGED_KV_WRITE = define_op(
     "Tensor slot_mapping) -> ()",
     definition=define_write,
     fake=_write_fake,
-    implementations=(Implementation("torch", define_write),),
+    implementations=(
+        Implementation("torch", define_write),
+        Implementation(
+            "triton", kernel("paged_kv_write", "paged_kv_write"), ("cuda",), package="triton"
+        ),
+    ),
     examples=_write_examples,
     tolerance=dict.fromkeys(_TOLERANCE, 0.0),  # a copy
 )

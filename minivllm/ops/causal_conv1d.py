@@ -72,7 +72,7 @@ def _varlen(
         return y.to(x.dtype), carried
     recent = x[(starts[:, None] + position).clamp(0, tokens - 1)].transpose(1, 2)
     final_state = torch.where((position >= 0)[:, None], recent, carried)
-    return F.silu(y).to(x.dtype), final_state
+    return F.silu(y).to(x.dtype), final_state.contiguous()
 
 
 def _varlen_fla(

@@ -59,7 +59,7 @@ def define_varlen(
     q, k = _expand_heads(q, heads) * q.shape[-1] ** -0.5, _expand_heads(k, heads)
     v32, decay, beta = v.float(), g.float().exp(), beta.float()
     o = torch.empty(v.shape, dtype=torch.float32, device=v.device)
-    final_state = torch.empty_like(initial_state)
+    final_state = initial_state.new_empty(initial_state.shape)
     bounds = cu_seqlens.tolist()
     for n, (start, end) in enumerate(itertools.pairwise(bounds)):
         state = initial_state[n].float()
@@ -99,13 +99,14 @@ def _chunked(
             beta.float(),
         )
     )
-    log_decay = g.cumsum(-1)
+    # summed in float64: a small decay is the difference of two sums that large ones have made large
+    log_decay = g.double().cumsum(-1)
     causal = torch.ones(size, size, dtype=torch.bool, device=v.device).tril()
     between = (log_decay[..., :, None] - log_decay[..., None, :]).masked_fill(~causal, -torch.inf)
-    between = between.exp()
+    between = between.float().exp()
     k_beta = k * beta[..., None]
     system = (k_beta @ k.transpose(-1, -2)) * between
-    from_start = log_decay.exp()[..., None]
+    from_start = log_decay.float().exp()[..., None]
     solved = torch.linalg.solve_triangular(
         system, torch.cat([v * beta[..., None], k_beta * from_start], -1), upper=False,
         unitriangular=True,
@@ -113,8 +114,8 @@ def _chunked(
     u, k_cumulative = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
     attention = (q @ k.transpose(-1, -2)) * between
     q = q * from_start
-    k_to_end = k * (log_decay[..., -1:] - log_decay).exp()[..., None]
-    chunk_decay = log_decay[..., -1].exp()[..., None, None]
+    k_to_end = k * between[..., -1, :, None]
+    chunk_decay = from_start[..., -1:, :]
     outputs = []
     state = state.transpose(-1, -2)  # [HV, K, V]
     for c in range(v.shape[0]):
@@ -137,7 +138,7 @@ def _varlen(
 ) -> tuple[Tensor, Tensor]:
     """Sequence by sequence, each by chunks; the host reads `cu_seqlens`."""
     o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    final_state = initial_state.clone()
+    final_state = initial_state.clone(memory_format=torch.contiguous_format)
     bounds = cu_seqlens.tolist()
     for n, (start, end) in enumerate(itertools.pairwise(bounds)):
         if end > start:
@@ -202,7 +203,7 @@ def define_decode(
     error = v.float() - (new_state @ k[..., None])[..., 0]
     new_state = new_state + (beta.float()[..., None] * error)[..., None] * k[..., None, :]
     o = (new_state @ q[..., None])[..., 0]
-    return o.to(v.dtype), new_state.to(state.dtype)
+    return o.to(v.dtype), new_state.to(state.dtype).contiguous()
 
 
 def _decode_fla(
@@ -236,7 +237,7 @@ def define_sequence(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) ->
 
 def _sequence(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
     """A whole sequence from an empty state, by chunks."""
-    return _chunked(q, k, v, g, beta, _empty_state(k, v)[0])[0].to(v.dtype)
+    return _chunked(q, k, v, g, beta, _empty_state(k, v)[0])[0].to(v.dtype).contiguous()
 
 
 def _sequence_fake(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ class Op:
         examples: `examples(generator, dtype)` gives argument tuples that cover the op's shapes.
         tolerance: per dtype, the largest error against the definition in float32, relative to
             the largest magnitude of the expected output; the reason stands beside each value.
-        mixes_tokens: the op's meaning depends on the order of its rows.
+        overload: what the traced graph calls.
     """
 
     name: str
@@ -105,14 +105,15 @@ class Op:
                 )
             return by_name[forced], None
         substitute, *preferred = self.implementations
-        warning = None
+        chosen, missing = substitute, None
         for implementation in preferred:
             obstacle = implementation.obstacle(device, dtype)
             if obstacle is None:
-                return implementation, warning
+                chosen = implementation
+                break
             if obstacle.startswith("needs the package"):
-                warning = f"{self.name}: {implementation.name} {obstacle}"
-        return substitute, warning and f"{warning}; {substitute.name} is used, which is slower"
+                missing = f"{self.name}: {implementation.name} {obstacle}"
+        return chosen, missing and f"{missing}; {chosen.name} is used, which is slower"
 
 
 def define_op(

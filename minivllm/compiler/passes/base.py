@@ -42,12 +42,14 @@ class GraphPass:
         phases: the graphs it runs on.
         mandatory: the graph cannot be executed with state without it.
         mutates: it brings ops that change state; passes after it see them.
+        after: passes on whose result it builds; without one of them it may find less.
     """
 
     name: str
     phases: tuple[str, ...] = PHASES
     mandatory: bool = False
     mutates: bool = False
+    after: tuple[str, ...] = ()
 
     def expected(self, phase: str, context: PassContext) -> list[str] | None:
         """The sites that must match in a MiniQwen of this config; None if that is not known."""

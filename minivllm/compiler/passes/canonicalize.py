@@ -5,6 +5,8 @@
     %s = slice(%x, 0, 0, MAX)                            %x
     %a = unsqueeze(%cos, 1); %b = unsqueeze(%cos, 1)     %a used twice
     %t = neg(%x)              # no user                  (gone)
+    %p = mul(%x, %x)          # or square(%x)      ->    %p = pow(%x, 2)
+    %y = type_as(%x, %z)                           ->    %y = to(%x, dtype of z)
 
 Nothing that changes a value is touched.
 """
@@ -33,24 +35,48 @@ class Canonicalize(GraphPass):
     mandatory = True
 
     def run(self, graph: Graph, context: PassContext) -> list[str]:
-        removed: list[str] = []
-        seen: dict[Any, Node] = {}
-        for node in list(graph.fx.nodes):
-            if node.op != "call_function" or is_mutation(node):
-                continue
-            if node.target in ASSERTIONS:
-                stand_in = None
-            elif is_identity(node):
-                stand_in = node.args[0]
-            else:
-                stand_in = seen.setdefault(_key(node), node)
-                if stand_in is node:
-                    continue
-            if stand_in is not None:
-                node.replace_all_uses_with(stand_in)
+        return canonicalize(graph)
+
+
+def canonicalize(graph: Graph) -> list[str]:
+    """Bring a graph into the one spelling; returns the module of each node that went."""
+    removed: list[str] = []
+    seen: dict[Any, Node] = {}
+    for node in list(graph.fx.nodes):
+        if node.op != "call_function":
+            continue
+        if is_mutation(node):
+            seen.clear()  # the same read behind a write reads something else
+            continue
+        if node.target in ASSERTIONS:
             graph.fx.erase_node(node)
             removed.append(node.meta["module"])
-        return removed + remove_unused(graph)
+            continue
+        node = respell(graph, node)
+        stand_in = node.args[0] if is_identity(node) else seen.setdefault(_key(node), node)
+        if stand_in is not node:
+            assert isinstance(stand_in, Node)
+            node.replace_all_uses_with(stand_in)
+            graph.fx.erase_node(node)
+            removed.append(node.meta["module"])
+    return removed + remove_unused(graph)
+
+
+def respell(graph: Graph, node: Node) -> Node:
+    """The call in the spelling that patterns use; the node itself if it has it already."""
+    x, *rest = node.args or (None,)
+    if node.target is aten.type_as.default:
+        (other,) = rest
+        assert isinstance(other, Node)
+        new = graph.call(aten.to.dtype, x, other.meta["val"].dtype, like=node)
+    elif node.target is aten.square.default or (
+        node.target is aten.mul.Tensor and rest and rest[0] is x
+    ):
+        new = graph.call(aten.pow.Tensor_Scalar, x, 2, like=node)
+    else:
+        return node
+    graph.replace(node, new)
+    return new
 
 
 def is_identity(node: Node) -> bool:
@@ -61,7 +87,7 @@ def is_identity(node: Node) -> bool:
     if node.target is aten.slice.Tensor:
         given = dict(zip(("x", "dim", "start", "end", "step"), node.args, strict=False))
         whole = given.get("start") in (0, None) and given.get("end") in (sys.maxsize, None)
-        return whole and given.get("step", 1) in (1,)
+        return whole and given.get("step", 1) in (1,) and not node.kwargs
     return node.target in (aten.alias.default, aten.detach.default)
 
 
@@ -86,7 +112,8 @@ def _key(node: Node) -> Any:
     def freeze(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
             return tuple(freeze(v) for v in value)
-        return value if isinstance(value, Node) else (type(value), value)
+        # as text, since 1 == 1.0 == True and 0.0 == -0.0
+        return value if isinstance(value, Node) else (type(value), repr(value))
 
     kwargs = tuple((k, freeze(v)) for k, v in sorted(node.kwargs.items()))
     return node.target, freeze(node.args), kwargs

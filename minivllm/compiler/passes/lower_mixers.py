@@ -47,7 +47,9 @@ class LowerMixers(GraphPass):
             *(self._lower_conv(graph, n) for n in graph.nodes(OPS["causal_conv1d"].overload)),
             *(
                 self._lower_delta_rule(graph, n, context)
-                for n in graph.nodes(OPS["gated_delta_rule"].overload)
+                for name in ("gated_delta_rule", "fused_gated_delta_rule")
+                if name in OPS
+                for n in graph.nodes(OPS[name].overload)
             ),
         ]
 
@@ -64,7 +66,9 @@ class LowerMixers(GraphPass):
         _, heads, value_dim = v.meta["val"].shape
         shape = (heads, value_dim, q.meta["val"].shape[-1])
         spec = StateSpec("slot", shape, context.state_dtype)
-        return _lower(graph, node, "gated_delta_rule", "recurrent", spec)
+        folded = "fused" in str(node.target)
+        op = "fused_gated_delta_rule" if folded else "gated_delta_rule"
+        return _lower(graph, node, op, "recurrent", spec)
 
 
 def _lower(graph: Graph, node: Node, op: str, kind: str, spec: StateSpec) -> str:
@@ -74,10 +78,7 @@ def _lower(graph: Graph, node: Node, op: str, kind: str, spec: StateSpec) -> str
     state = graph.call(aten.index_select.default, pool, 0, slots, like=node)
     extra: list[Node] = []
     if graph.phase == "prefill":
-        computed = graph.input("num_computed_tokens")
-        started = graph.call(aten.gt.Scalar, computed, 0, like=node)
-        ones = [1] * len(spec.shape)
-        started = graph.call(aten.view.default, started, [-1, *ones], like=node)
+        started = _started(graph, len(spec.shape), node)
         state = graph.call(aten.where.ScalarOther, started, state, 0.0, like=node)
         extra = [graph.input("cu_seqlens"), graph.input("chunk_indices")]
     stateful = OPS[f"{op}_{graph.phase}"].overload
@@ -87,3 +88,15 @@ def _lower(graph: Graph, node: Node, op: str, kind: str, spec: StateSpec) -> str
     graph.call(aten.index_copy_.default, pool, 0, slots, new_state, like=node)
     graph.replace(node, output)
     return name
+
+
+def _started(graph: Graph, rank: int, like: Node) -> Node:
+    """`num_computed_tokens > 0` as `[seqs, 1, ...]`, made at its first use for each rank."""
+    computed = graph.input("num_computed_tokens")
+    shape = [-1, *[1] * rank]
+    for compared in computed.users:
+        for view in compared.users:
+            if view.target is aten.view.default and view.args[1:] == (shape,):
+                return view
+    compared = graph.call(aten.gt.Scalar, computed, 0, like=like)
+    return graph.call(aten.view.default, compared, shape, like=like)

@@ -1,0 +1,192 @@
+"""Binding: implementations are chosen once, tensors are shared, the graph stays as it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx import Node
+from toy_graphs import CPU, Builder, aten, code, randn, toy
+
+import minivllm.ops.op as op_module
+from minivllm.compiler.bind import Executable, bind
+from minivllm.compiler.compile import CompiledModel
+from minivllm.compiler.graph import PHASES, Graph
+from minivllm.compiler.verify import scenario
+from minivllm.errors import UserError
+from minivllm.model.config import MiniQwenConfig
+from minivllm.model.miniqwen import constants
+from minivllm.model.weights import dummy_weights, parameter_shapes
+from minivllm.ops import OPS
+
+OPS_OF = {
+    phase: {
+        f"causal_conv1d_{phase}",
+        f"gated_delta_rule_{phase}",
+        "paged_kv_write",
+        f"paged_attention_{phase}",
+    }
+    for phase in PHASES
+}
+
+
+@pytest.fixture(scope="module")
+def weights(config: MiniQwenConfig) -> dict[str, Tensor]:
+    return dummy_weights(parameter_shapes(config), torch.float32, "cpu", 0) | constants(config)
+
+
+def pools_of(graph: Graph) -> dict[str, Tensor]:
+    return {n: torch.zeros(16, *s.shape, dtype=s.dtype) for n, s in graph.states.items()}
+
+
+def bound(compiled: CompiledModel, weights: dict[str, Tensor], phase: str, **kwargs: Any) -> Any:
+    graph = compiled.graphs[phase]
+    return bind(graph, weights, pools_of(graph), CPU, torch.float32, **kwargs)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_implementations_and_inputs(
+    compiled: CompiledModel, weights: dict[str, Tensor], phase: str
+) -> None:
+    step = bound(compiled, weights, phase)
+    assert step.implementations == dict.fromkeys(OPS_OF[phase], "torch")
+    assert step.warnings == []
+    assert step.inputs == compiled.graphs[phase].input_names
+    called = {n.target for n in step.module.graph.nodes}
+    assert not called & {op.overload for op in OPS.values()}
+    assert {OPS[name].implementations[0].call for name in OPS_OF[phase]} <= called
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_weights_and_pools_are_shared_not_copied(
+    compiled: CompiledModel, weights: dict[str, Tensor], phase: str
+) -> None:
+    graph = compiled.graphs[phase]
+    pools = pools_of(graph)
+    step = bind(graph, weights, pools, CPU, torch.float32)
+    given = {t.data_ptr() for t in (*weights.values(), *pools.values())}
+    held = {**dict(step.module.named_parameters()), **dict(step.module.named_buffers())}
+    assert len(held) == len(graph.weights) + len(graph.states)
+    assert {t.data_ptr() for t in held.values()} == given
+    assert all("." not in name for name in held)
+
+
+def test_the_graph_is_left_as_it_was(compiled: CompiledModel, weights: dict[str, Tensor]) -> None:
+    before = {phase: code(graph) for phase, graph in compiled.graphs.items()}
+    for phase in PHASES:
+        bound(compiled, weights, phase)
+        bound(compiled, weights, phase)
+    assert {phase: code(graph) for phase, graph in compiled.graphs.items()} == before
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_step_reads_and_writes_the_pools(
+    compiled: CompiledModel, weights: dict[str, Tensor], phase: str
+) -> None:
+    graph = compiled.graphs[phase]
+    pools = pools_of(graph)
+    step = bind(graph, weights, pools, CPU, torch.float32)
+    inputs = scenario(phase, 61, 16)[0].inputs
+    with torch.inference_mode():
+        logits = step(**inputs)
+    assert logits.shape == (3, 61)
+    slots = inputs["state_slots"].tolist()
+    for name, spec in graph.states.items():
+        if spec.kind == "slot":
+            touched = pools[name].flatten(1).abs().amax(1).nonzero().flatten().tolist()
+            assert touched == sorted(slots)
+        else:
+            touched = pools[name].flatten(0, 1).flatten(1).abs().amax(1).nonzero().flatten()
+            assert touched.tolist() == sorted(inputs["slot_mapping"].tolist())
+
+
+def test_inputs_that_the_graph_does_not_read_are_ignored(
+    compiled: CompiledModel, weights: dict[str, Tensor]
+) -> None:
+    step: Executable = bound(compiled, weights, "decode")
+    inputs = scenario("decode", 61, 16)[0].inputs
+    assert {"cu_seqlens", "num_computed_tokens", "logits_rows"} <= set(inputs) - set(step.inputs)
+    only = {name: inputs[name] for name in step.inputs}
+    # two steps would see each other's state, so each has pools of its own
+    other: Executable = bound(compiled, weights, "decode")
+    assert torch.equal(step(**inputs), other(**only))
+    del only["positions"]
+    with pytest.raises(KeyError, match="positions"):
+        step(**only)
+
+
+def test_the_program_is_readable(compiled: CompiledModel, weights: dict[str, Tensor]) -> None:
+    step = bound(compiled, weights, "decode")
+    assert type(step.module).__name__ == "decode_graph"
+    assert "def forward(self, input_ids" in step.module.code
+    assert "self.layers_0_mixer_in_proj_qkv_weight" in step.module.code
+
+
+def test_forced_implementations(compiled: CompiledModel, weights: dict[str, Tensor]) -> None:
+    step = bound(compiled, weights, "decode", forced={"gated_delta_rule_decode": "torch"})
+    assert step.implementations["gated_delta_rule_decode"] == "torch"
+    # of the other phase: fine, one option serves both graphs
+    step = bound(compiled, weights, "decode", forced={"gated_delta_rule_prefill": "torch"})
+    assert "gated_delta_rule_prefill" not in step.implementations
+
+
+def test_forcing_an_unknown_op(compiled: CompiledModel, weights: dict[str, Tensor]) -> None:
+    with pytest.raises(UserError) as error:
+        bound(compiled, weights, "decode", forced={"delta_rule": "torch"})
+    assert str(error.value) == (
+        f"compiler.implementations: no op 'delta_rule'; choose from {', '.join(OPS)}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("triton", "choose one of torch, fla"), ("fla", "runs on cuda only")]
+)
+def test_forcing_what_cannot_be(
+    compiled: CompiledModel, weights: dict[str, Tensor], name: str, reason: str
+) -> None:
+    with pytest.raises(UserError, match=rf"gated_delta_rule_decode='{name}'.*{reason}"):
+        bound(compiled, weights, "decode", forced={"gated_delta_rule_decode": name})
+
+
+def test_a_warning_for_each_missing_package(
+    half_compiled: CompiledModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Binding for CUDA needs no GPU; only running would."""
+    monkeypatch.setattr(op_module, "is_importable", lambda name: name == "fla")
+    graph = half_compiled.decode
+    weights = {n: torch.empty(w.shape, dtype=w.dtype) for n, w in graph.weights.items()}
+    step = bind(graph, weights, pools_of(graph), torch.device("cuda"), torch.bfloat16)
+    assert step.implementations == {
+        "causal_conv1d_decode": "fla",
+        "gated_delta_rule_decode": "fla",
+        "paged_kv_write": "torch",
+        "paged_attention_decode": "torch",
+    }
+    (warning,) = step.warnings
+    assert warning.startswith("paged_attention_decode: flash_attn needs the package flash_attn")
+
+
+def test_a_missing_weight(source: Graph) -> None:
+    graph = toy(source, lambda b: b.call(aten.relu.default, b.hidden()))
+    with pytest.raises(KeyError, match=r"embed_tokens\.weight"):
+        bind(graph, {}, {}, CPU, torch.float32)
+
+
+def test_an_op_used_twice_is_chosen_once(source: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(b: Builder) -> Node:
+        x, weight = b.hidden(), b.weight("w", 8, 4)
+        for _ in range(3):
+            x = b.call(OPS["causal_conv1d"].overload, x, weight)
+        return x
+
+    asked = []
+    choose = op_module.Op.choose
+    monkeypatch.setattr(
+        op_module.Op, "choose", lambda self, *a: asked.append(self.name) or choose(self, *a)
+    )
+    weights = {"embed_tokens.weight": randn(61, 8), "w": randn(8, 4)}
+    step = bind(toy(source, body), weights, {}, CPU, torch.float32)
+    assert asked == ["causal_conv1d"]
+    assert step.implementations == {"causal_conv1d": "torch"}

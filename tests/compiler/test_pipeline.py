@@ -1,0 +1,97 @@
+"""Which passes run, in which order, and what the user is told about names."""
+
+from __future__ import annotations
+
+import pytest
+
+from minivllm.compiler import pipeline
+from minivllm.compiler.passes.base import GraphPass
+from minivllm.compiler.pipeline import PIPELINE, select_passes
+from minivllm.errors import UserError
+
+
+def names(*args: object, **kwargs: object) -> list[str]:
+    return [p.name for p in select_passes(*args, **kwargs)]  # type: ignore[arg-type]
+
+
+class Optional(GraphPass):
+    name = "fuse_something"
+    phases = ("decode",)
+
+
+@pytest.fixture
+def with_optional(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pipeline with an optional pass for decode behind canonicalize."""
+    monkeypatch.setattr(pipeline, "PIPELINE", (PIPELINE[0], Optional(), *PIPELINE[1:]))
+
+
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+def test_the_order(mode: str) -> None:
+    assert names(mode, "prefill") == [
+        "canonicalize",
+        "select_logits",
+        "lower_mixers",
+        "lower_attention",
+    ]
+    assert names(mode, "decode") == ["canonicalize", "lower_mixers", "lower_attention"]
+
+
+def test_names_are_unique_and_mutation_comes_last() -> None:
+    passes = [p.name for p in PIPELINE]
+    assert len(set(passes)) == len(passes)
+    mutates = [p.mutates for p in PIPELINE]
+    assert mutates == sorted(mutates)
+    assert passes[0] == "canonicalize"
+
+
+@pytest.mark.usefixtures("with_optional")
+def test_eager_is_the_mandatory_passes() -> None:
+    assert "fuse_something" not in names("eager", "decode")
+    assert names("compiled", "decode")[:3] == ["canonicalize", "fuse_something", "lower_mixers"]
+    assert "fuse_something" not in names("compiled", "prefill")
+    assert names("eager", "decode") == names("compiled", "decode", disable=["fuse_something"])
+
+
+@pytest.mark.usefixtures("with_optional")
+def test_disable_in_a_phase_that_never_runs_it() -> None:
+    assert names("compiled", "prefill", ["fuse_something"]) == names("compiled", "prefill")
+
+
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_stop_after_every_pass(mode: str, phase: str) -> None:
+    everything = names(mode, phase)
+    for index, name in enumerate(everything):
+        assert names(mode, phase, stop_after=name) == everything[: index + 1]
+    assert names(mode, phase, stop_after=None) == everything
+
+
+def test_stop_after_a_pass_of_the_other_phase() -> None:
+    assert names("eager", "decode", stop_after="select_logits") == ["canonicalize"]
+
+
+def test_unknown_names() -> None:
+    listed = "canonicalize, select_logits, lower_mixers, lower_attention"
+    with pytest.raises(UserError) as error:
+        select_passes("eager", "decode", disable=["fuse_norm"])
+    assert str(error.value) == f"compiler.disable: no pass 'fuse_norm'; choose from {listed}"
+    with pytest.raises(UserError) as error:
+        select_passes("eager", "decode", stop_after="Canonicalize")
+    assert str(error.value) == f"compiler.stop_after: no pass 'Canonicalize'; choose from {listed}"
+
+
+@pytest.mark.parametrize("name", ["canonicalize", "select_logits", "lower_mixers"])
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_a_mandatory_pass_cannot_be_left_out(name: str, phase: str) -> None:
+    with pytest.raises(UserError) as error:
+        select_passes("compiled", phase, disable=[name])
+    assert str(error.value) == (
+        f"compiler.disable: '{name}' is mandatory, no graph runs without it; "
+        "optional passes: none yet"
+    )
+
+
+@pytest.mark.usefixtures("with_optional")
+def test_the_optional_passes_are_listed() -> None:
+    with pytest.raises(UserError, match=r"optional passes: fuse_something$"):
+        select_passes("compiled", "decode", disable=["fuse_something", "lower_mixers"])

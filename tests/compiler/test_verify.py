@@ -1,0 +1,314 @@
+"""Verification: every right stage passes, and a wrong rewrite is caught and named.
+
+A wrong pass here is one line away from the right one, and a contract cannot see it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from toy_graphs import aten, tiny_config
+
+from minivllm.compiler.compile import compile_model
+from minivllm.compiler.graph import PHASES, Graph
+from minivllm.compiler.passes.base import GraphPass, PassContext
+from minivllm.compiler.pipeline import select_passes
+from minivllm.compiler.runner import CompileError, run_passes
+from minivllm.compiler.trace import trace
+from minivllm.compiler.verify import SLOTS, VerificationError, Verifier, scenario
+from minivllm.config import CompilerOptions
+from minivllm.model.config import MiniQwenConfig
+from minivllm.ops import OPS
+
+Rewrite = Callable[[Graph], None]
+
+
+@pytest.fixture(scope="module")
+def verifier(config: MiniQwenConfig, source: Graph) -> Verifier:
+    return Verifier(config, source)
+
+
+@pytest.fixture(scope="module")
+def half_verifier(config: MiniQwenConfig, half_source: Graph) -> Verifier:
+    return Verifier(config, half_source)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_stage_passes(
+    verifier: Verifier,
+    half_verifier: Verifier,
+    context: PassContext,
+    phase: str,
+    dtype: str,
+) -> None:
+    used = verifier if dtype == "float32" else half_verifier
+    seen = []
+
+    def observe(graph: Graph, stage: str) -> None:
+        used.check_stage(graph, stage)
+        seen.append(stage)
+
+    passes = select_passes("compiled", phase)
+    run_passes(used.source.clone(phase), passes, context, [observe])
+    assert seen == ["source", *(p.name for p in passes)]
+
+
+class Wrong(GraphPass):
+    """A pass that runs one rewrite of the finished graph."""
+
+    name = "wrong"
+    mutates = True
+
+    def __init__(self, rewrite: Rewrite) -> None:
+        self.rewrite = rewrite
+
+    def run(self, graph: Graph, context: PassContext) -> list[str]:
+        self.rewrite(graph)
+        return []
+
+
+def plain_norm_weight(graph: Graph) -> None:
+    """w in place of 1 + w, in the last norm."""
+    adds = graph.nodes(aten.add.Tensor)
+    (one_plus,) = (n for n in adds if n.meta["module"] == "norm" and n.args[1] == 1.0)
+    graph.replace(one_plus, one_plus.args[0])
+
+
+def epsilon_outside(graph: Graph) -> None:
+    """rsqrt(mean) + eps in place of rsqrt(mean + eps), with an eps that matters."""
+    root = graph.nodes(aten.rsqrt.default)[0]
+    mean, _ = root.args[0].args
+    inner = graph.call(aten.rsqrt.default, mean, like=root)
+    graph.replace(root, graph.call(aten.add.Tensor, inner, 1e-3, like=root))
+
+
+def swapped_gate(graph: Graph) -> None:
+    """SwiGLU with the activation on the wrong half."""
+    silu = next(n for n in graph.nodes(aten.silu.default) if n.meta["module"] == "layers.1.mlp")
+    (product,) = silu.users
+    gate, up = silu.args[0], product.args[1]
+    silu.args, product.args = (up,), (silu, gate)
+    up.append(silu)
+
+
+def positions_from_zero(graph: Graph) -> None:
+    """Positions counted within the step, which is right for a first chunk only."""
+    cast = next(n for n in graph.nodes(aten.to.dtype) if n.args[0].target == "positions")
+    ones = graph.call(aten.ones_like.default, cast.args[0], like=cast)
+    count = graph.call(aten.cumsum.default, ones, 0, like=cast)
+    cast.args = (graph.call(aten.sub.Tensor, count, ones, like=cast), torch.float32)
+
+
+def no_mask(graph: Graph) -> None:
+    """A new sequence starts from whatever its slot held."""
+    for where in graph.nodes(aten.where.ScalarOther):
+        graph.replace(where, where.args[1])
+
+
+def mask_by_product(graph: Graph) -> None:
+    """0 · NaN is NaN."""
+    for where in graph.nodes(aten.where.ScalarOther):
+        condition, state, _ = where.args
+        cast = graph.call(aten.to.dtype, condition, torch.float32, like=where)
+        graph.replace(where, graph.call(aten.mul.Tensor, state, cast, like=where))
+
+
+def always_masked(graph: Graph) -> None:
+    """Every chunk starts anew."""
+    for test in graph.nodes(aten.gt.Scalar):
+        graph.replace(test, graph.call(aten.lt.Scalar, test.args[0], 0, like=test))
+
+
+def scatter_to(kind: str) -> Rewrite:
+    def rewrite(graph: Graph) -> None:
+        """The new state goes to the slot of the sequence before."""
+        for write in graph.nodes(aten.index_copy_.default):
+            if str(write.args[0].target).endswith(kind):
+                slots = write.args[2]
+                rolled = graph.call(aten.roll.default, slots, [1], [0], like=write)
+                write.args = (*write.args[:2], rolled, write.args[3])
+
+    return rewrite
+
+
+def gather_from_row(graph: Graph) -> None:
+    """The state of sequence n is read from slot n."""
+    for read in graph.nodes(aten.index_select.default):
+        if str(read.args[0].target).startswith("state."):
+            slots = read.args[2]
+            ones = graph.call(aten.ones_like.default, slots, like=read)
+            rows = graph.call(aten.cumsum.default, ones, 0, like=read)
+            read.args = (*read.args[:2], rows)
+
+
+def old_state_written_back(graph: Graph) -> None:
+    for write in graph.nodes(aten.index_copy_.default):
+        read = next(u for u in write.args[0].users if u.target is aten.index_select.default)
+        write.args = (*write.args[:3], read)
+
+
+def keys_written_behind_the_read(graph: Graph) -> None:
+    (write,) = graph.nodes(OPS["paged_kv_write"].overload)
+    read = next(u for u in write.args[0].users if u is not write)
+    read.append(write)
+
+
+def keys_and_values_swapped(graph: Graph) -> None:
+    (write,) = graph.nodes(OPS["paged_kv_write"].overload)
+    k_cache, v_cache, k, v, places = write.args
+    write.args = (k_cache, v_cache, v, k, places)
+
+
+def lengths_without_this_step(graph: Graph) -> None:
+    read = next(n for n in graph.nodes() if "paged_attention" in str(n.target))
+    lengths = next(a for a in read.args if getattr(a, "target", None) == "seq_lens")
+    shorter = graph.call(aten.sub.Scalar, lengths, 1, like=read)
+    read.args = tuple(shorter if a is lengths else a for a in read.args)
+
+
+def first_rows(graph: Graph) -> None:
+    """The head on the first rows of the batch in place of the last ones of each sequence."""
+    head = graph.output.args[0]
+    rows = head.args[2]
+    ones = graph.call(aten.ones_like.default, rows, like=head)
+    head.args = (*head.args[:2], graph.call(aten.cumsum.default, ones, 0, like=head))
+
+
+EVERYWHERE = (
+    plain_norm_weight,
+    epsilon_outside,
+    swapped_gate,
+    positions_from_zero,
+    old_state_written_back,
+    keys_written_behind_the_read,
+    keys_and_values_swapped,
+    lengths_without_this_step,
+    gather_from_row,
+)
+CASES = [
+    *(("decode", r) for r in EVERYWHERE),
+    ("decode", scatter_to("conv")),
+    ("decode", scatter_to("recurrent")),
+    ("prefill", scatter_to("conv")),
+    ("prefill", scatter_to("recurrent")),
+    ("prefill", no_mask),
+    ("prefill", mask_by_product),
+    ("prefill", always_masked),
+    ("prefill", first_rows),
+    ("prefill", positions_from_zero),
+    ("prefill", old_state_written_back),
+    ("prefill", keys_written_behind_the_read),
+]
+
+
+@pytest.mark.parametrize(
+    ("phase", "rewrite"), CASES, ids=[f"{p}-{r.__name__}-{i}" for i, (p, r) in enumerate(CASES)]
+)
+def test_a_wrong_pass_is_caught_and_named(
+    verifier: Verifier, context: PassContext, phase: str, rewrite: Rewrite
+) -> None:
+    graph = verifier.source.clone(phase)
+    run_passes(graph, select_passes("compiled", phase), context)
+
+    def observe(graph: Graph, stage: str) -> None:
+        if stage != "source":
+            verifier.check_stage(graph, stage)
+
+    with pytest.raises(CompileError, match=rf"pass wrong on the {phase} graph: ") as error:
+        run_passes(graph, [Wrong(rewrite)], context, [observe])
+    assert isinstance(error.value.__cause__, VerificationError)
+    assert "after wrong the logits differ by" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "rewrite", [plain_norm_weight, swapped_gate, keys_written_behind_the_read, scatter_to("conv")]
+)
+def test_a_wrong_pass_is_caught_in_bfloat16(
+    half_verifier: Verifier, context: PassContext, rewrite: Rewrite
+) -> None:
+    graph = half_verifier.source.clone("decode")
+    run_passes(graph, select_passes("compiled", "decode"), context)
+    rewrite(graph)
+    with pytest.raises(VerificationError, match=r"the logits differ .*torch\.bfloat16"):
+        half_verifier.check_stage(graph, "wrong")
+
+
+def test_the_first_wrong_pass_is_named_with_those_before(
+    verifier: Verifier, context: PassContext
+) -> None:
+    first, *rest = select_passes("compiled", "decode")
+    passes = [first, Wrong(plain_norm_weight), *rest]
+    passes[1].mutates = False
+    with pytest.raises(CompileError) as error:
+        run_passes(verifier.source.clone("decode"), passes, context, [verifier.check_stage])
+    message = str(error.value)
+    assert message.startswith("pass wrong on the decode graph: ")
+    assert message.endswith("(passes before it: canonicalize)")
+
+
+def test_the_option(config: MiniQwenConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`compiler.verify` checks every stage of both graphs; without it none is."""
+    seen = []
+    monkeypatch.setattr(
+        Verifier, "check_stage", lambda self, graph, stage: seen.append((graph.phase, stage))
+    )
+    compile_model(config, torch.float32, CompilerOptions())
+    assert seen == []
+    compile_model(config, torch.float32, CompilerOptions(verify=True))
+    assert seen == [
+        (phase, stage)
+        for phase in PHASES
+        for stage in ("source", *(p.name for p in select_passes("compiled", phase)))
+    ]
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("block_size", [16, 32, 256])
+def test_the_scenario_is_hard(phase: str, block_size: int) -> None:
+    """Ragged, scattered, with a history, and with a chunk of one token."""
+    batches = scenario(phase, 61, block_size)
+    lengths = [b.lengths for b in batches]
+    if phase == "prefill":
+        assert len(batches) == 2 and {1} < {n for step in lengths for n in step}
+        assert max(max(step) for step in lengths) > 64, "no sequence needs two chunks"
+    else:
+        assert set(lengths) == {(1, 1, 1)}
+    computed = [0, 0, 0]
+    owner: dict[int, int] = {}
+    for batch in batches:
+        inputs = batch.inputs
+        assert inputs["num_computed_tokens"].tolist() == computed
+        ends = [c + n for c, n in zip(computed, batch.lengths, strict=True)]
+        assert inputs["seq_lens"].tolist() == ends
+        assert inputs["positions"].tolist() == [
+            p for c, e in zip(computed, ends, strict=True) for p in range(c, e)
+        ]
+        bounds = inputs["cu_seqlens"].tolist()
+        assert inputs["logits_rows"].tolist() == [b - 1 for b in bounds[1:]]
+        for n in range(3):
+            for place in inputs["slot_mapping"][bounds[n] : bounds[n + 1]].tolist():
+                assert place >= block_size, "block 0 belongs to nobody"
+                assert place not in owner, "a place is written twice"
+                owner[place] = n
+                assert place // block_size in inputs["block_table"][n].tolist()
+        assert inputs["input_ids"].max() < 61
+        computed = ends
+    assert 0 not in SLOTS and len(set(SLOTS)) == 3 and list(SLOTS) != sorted(SLOTS)
+
+
+@pytest.mark.parametrize("changes", [
+    {"linear_num_key_heads": 4, "num_key_value_heads": 4, "tie_word_embeddings": False},
+    {"linear_num_key_heads": 1, "num_key_value_heads": 1, "linear_conv_kernel_dim": 3,
+     "layer_types": ("full_attention", "linear_attention"), "attention_bias": True},
+])  # fmt: skip
+def test_other_architectures(changes: dict) -> None:
+    config = tiny_config(**changes)
+    verifier = Verifier(config, trace(config, torch.float32))
+    context = PassContext(config, torch.float32, 16)
+    for phase in PHASES:
+        graph = verifier.source.clone(phase)
+        run_passes(graph, select_passes("compiled", phase), context)
+        verifier.check_stage(graph, "lower_attention")
