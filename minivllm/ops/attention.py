@@ -251,7 +251,7 @@ def _decode_flash(
     scale: float,
 ) -> Tensor:
     o = _flash_attn().flash_attn_with_kvcache(
-        q[:, None],
+        q.contiguous()[:, None],  # it misreads rows of queries that are strided
         k_cache,
         v_cache,
         cache_seqlens=seq_lens,

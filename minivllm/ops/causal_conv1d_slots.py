@@ -1,0 +1,175 @@
+"""The causal convolution on a pool of states: read at a slot, written at a slot, in place.
+
+Owns the forms that change the pool. What they compute is `causal_conv1d`'s.
+
+    y = torch.ops.minivllm.causal_conv1d_decode_slots(x, weight, state, slots)
+
+Shapes: T tokens, N sequences, C channels, W taps, S slots; the pool is `[S, C, W]` in x's dtype.
+Real sequences have slots of their own; padding rows may all name slot 0, whose content and whose
+outputs mean nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minivllm.ops import fla
+from minivllm.ops.causal_conv1d import CAUSAL_CONV1D_PREFILL, define_update, define_varlen
+from minivllm.ops.examples import columns, pool, scattered_slots, vector
+from minivllm.ops.kernels import kernel
+from minivllm.ops.op import Implementation, define_op
+from minivllm.ops.slots import initial_states, keep_final_states
+
+
+def define_decode_slots(x: Tensor, weight: Tensor, state: Tensor, slots: Tensor) -> Tensor:
+    """One more token for each sequence.
+
+    Args:
+        x: `[N, C]`, one token a sequence.
+        weight: `[C, W]`.
+        state: `[S, C, W]`; changed at `slots`.
+        slots: `[N]`, int64.
+
+    Returns:
+        y `[N, C]` in x's dtype.
+    """
+    y, new_state = define_update(x, weight, state[slots])
+    state[slots] = new_state
+    return y.contiguous()
+
+
+def _decode_slots_fake(x: Tensor, weight: Tensor, state: Tensor, slots: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def define_prefill_slots(
+    x: Tensor,
+    weight: Tensor,
+    state: Tensor,
+    slots: Tensor,
+    num_computed_tokens: Tensor,
+    cu_seqlens: Tensor,
+    chunk_indices: Tensor,
+) -> Tensor:
+    """Packed sequences.
+
+    Args:
+        x: `[T, C]`; weight: `[C, W]`.
+        state: `[S, C, W]`; changed at the slots of sequences that have tokens.
+        slots: `[N]`, int64.
+        num_computed_tokens: `[N]`, int32; 0: starts from zeros, whatever the slot holds.
+        cu_seqlens: `[N + 1]`, int32; chunk_indices: `[chunks, 2]`, int32.
+
+    Returns:
+        y `[T, C]` in x's dtype.
+    """
+    initial = initial_states(state, slots, num_computed_tokens)
+    y, final = define_varlen(x, weight, initial, cu_seqlens, chunk_indices)
+    keep_final_states(state, slots, cu_seqlens, final)
+    return y.contiguous()
+
+
+def _prefill_slots(
+    x: Tensor,
+    weight: Tensor,
+    state: Tensor,
+    slots: Tensor,
+    num_computed_tokens: Tensor,
+    cu_seqlens: Tensor,
+    chunk_indices: Tensor,
+) -> Tensor:
+    """All sequences at once."""
+    initial = initial_states(state, slots, num_computed_tokens)
+    y, final = CAUSAL_CONV1D_PREFILL.overload(x, weight, initial, cu_seqlens, chunk_indices)
+    keep_final_states(state, slots, cu_seqlens, final)
+    return y
+
+
+def _prefill_slots_fake(
+    x: Tensor,
+    weight: Tensor,
+    state: Tensor,
+    slots: Tensor,
+    num_computed_tokens: Tensor,
+    cu_seqlens: Tensor,
+    chunk_indices: Tensor,
+) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+CHANNELS, TAPS, SLOTS = 40, 4, 9  # of the examples; slots that no sequence has are NaN
+
+
+def _decode_slots_examples(generator: torch.Generator, dtype: torch.dtype) -> list[tuple[Any, ...]]:
+    examples = []
+    for sequences in (1, 5):
+        (x,) = columns(generator, dtype, sequences, (CHANNELS,))
+        slots = scattered_slots(generator, sequences, SLOTS)
+        states = vector(generator, dtype, sequences, CHANNELS, TAPS)
+        weight = vector(generator, dtype, CHANNELS, TAPS)
+        examples.append((x, weight, pool(states, slots, SLOTS), slots))
+    return examples
+
+
+def _prefill_slots_examples(
+    generator: torch.Generator, dtype: torch.dtype
+) -> list[tuple[Any, ...]]:
+    examples = []
+    for lengths, computed in (
+        ((1,), (0,)),
+        ((7, 1, 64), (9, 0, 64)),
+        ((3, 0, 130, 2), (0, 7, 64, 3)),
+    ):
+        (x,) = columns(generator, dtype, sum(lengths), (CHANNELS,))
+        slots = scattered_slots(generator, len(lengths), SLOTS)
+        states = vector(generator, dtype, len(lengths), CHANNELS, TAPS)
+        num_computed_tokens = torch.tensor(computed, dtype=torch.int32)
+        states[num_computed_tokens == 0] = torch.nan  # a recycled slot
+        weight = vector(generator, dtype, CHANNELS, TAPS)
+        examples.append(
+            (x, weight, pool(states, slots, SLOTS), slots, num_computed_tokens,
+             *fla.chunk_metadata(lengths))
+        )  # fmt: skip
+    return examples
+
+
+# float32: W products and a SiLU, a few ulps. Half precision: the output's own rounding.
+_TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+
+CAUSAL_CONV1D_DECODE_SLOTS = define_op(
+    "causal_conv1d_decode_slots(Tensor x, Tensor weight, Tensor(a!) state, Tensor slots) -> Tensor",
+    definition=define_decode_slots,
+    fake=_decode_slots_fake,
+    implementations=(
+        Implementation("torch", define_decode_slots),
+        Implementation(
+            "triton",
+            kernel("causal_conv1d", "causal_conv1d_decode_slots"),
+            ("cuda",),
+            package="triton",
+        ),
+    ),
+    examples=_decode_slots_examples,
+    tolerance=_TOLERANCE,
+)
+
+CAUSAL_CONV1D_PREFILL_SLOTS = define_op(
+    "causal_conv1d_prefill_slots(Tensor x, Tensor weight, Tensor(a!) state, Tensor slots, "
+    "Tensor num_computed_tokens, Tensor cu_seqlens, Tensor chunk_indices) -> Tensor",
+    definition=define_prefill_slots,
+    fake=_prefill_slots_fake,
+    implementations=(
+        Implementation("torch", _prefill_slots),
+        Implementation(
+            "triton",
+            kernel("causal_conv1d", "causal_conv1d_prefill_slots"),
+            ("cuda",),
+            package="triton",
+        ),
+    ),
+    examples=_prefill_slots_examples,
+    tolerance=_TOLERANCE,
+)

@@ -1,0 +1,244 @@
+"""The folded gated delta rule on a pool of states: read at a slot, written at a slot, in place.
+
+Owns the forms that change the pool. What they compute is `fused_gated_delta_rule`'s.
+
+    o = torch.ops.minivllm.fused_gated_delta_rule_decode_slots(
+        q, k, v, a, b, A_log, dt_bias, state, slots)
+
+Shapes as there; S slots, the pool is `[S, HV, V, K]`, float32 or bfloat16 (the arithmetic is
+float32 either way). Real sequences have slots of their own; padding rows may all name slot 0,
+whose content and whose outputs mean nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minivllm.ops import fla
+from minivllm.ops.examples import pool, scattered_slots
+from minivllm.ops.fused_gated_delta_rule import (
+    FUSED_GATED_DELTA_RULE_PREFILL,
+    PREFILL_TOLERANCE,
+    TOLERANCE,
+    define_decode,
+    define_varlen,
+    example_rows,
+    example_states,
+    varlen_fla,
+)
+from minivllm.ops.kernels import kernel
+from minivllm.ops.op import HALF_DTYPES, Implementation, define_op
+from minivllm.ops.slots import initial_states, keep_final_states
+
+
+def define_decode_slots(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    slots: Tensor,
+) -> Tensor:
+    """One more token for each of N sequences.
+
+    Args:
+        q, k: `[N, HK, K]`; v: `[N, HV, V]`; a, b: `[N, HV]`; A_log, dt_bias: `[HV]`.
+        state: `[S, HV, V, K]`; changed at `slots`.
+        slots: `[N]`, int64.
+
+    Returns:
+        o `[N, HV, V]` in v's dtype.
+    """
+    o, new_state = define_decode(q, k, v, a, b, A_log, dt_bias, state[slots])
+    state[slots] = new_state
+    return o
+
+
+def _decode_slots_fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    slots: Tensor,
+) -> Tensor:
+    return v.new_empty(v.shape)
+
+
+def define_prefill_slots(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    slots: Tensor,
+    num_computed_tokens: Tensor,
+    cu_seqlens: Tensor,
+    chunk_indices: Tensor,
+) -> Tensor:
+    """Packed sequences.
+
+    Args:
+        q, k: `[T, HK, K]`; v: `[T, HV, V]`; a, b: `[T, HV]`; A_log, dt_bias: `[HV]`.
+        state: `[S, HV, V, K]`; changed at the slots of sequences that have tokens.
+        slots: `[N]`, int64.
+        num_computed_tokens: `[N]`, int32; 0: starts from zeros, whatever the slot holds.
+        cu_seqlens: `[N + 1]`, int32; chunk_indices: `[chunks, 2]`, int32.
+
+    Returns:
+        o `[T, HV, V]` in v's dtype.
+    """
+    initial = initial_states(state, slots, num_computed_tokens)
+    o, final = define_varlen(
+        q, k, v, a, b, A_log, dt_bias, initial, cu_seqlens, chunk_indices
+    )  # fmt: skip
+    keep_final_states(state, slots, cu_seqlens, final)
+    return o
+
+
+def _prefill_slots(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    slots: Tensor,
+    num_computed_tokens: Tensor,
+    cu_seqlens: Tensor,
+    chunk_indices: Tensor,
+) -> Tensor:
+    """`define_prefill_slots` by chunks."""
+    initial = initial_states(state, slots, num_computed_tokens)
+    o, final = FUSED_GATED_DELTA_RULE_PREFILL.overload(
+        q, k, v, a, b, A_log, dt_bias, initial, cu_seqlens, chunk_indices
+    )
+    keep_final_states(state, slots, cu_seqlens, final)
+    return o
+
+
+_gather_states = kernel("slots", "gather_states")
+_scatter_states = kernel("slots", "scatter_states")
+
+
+def _prefill_slots_fla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    slots: Tensor,
+    num_computed_tokens: Tensor,
+    cu_seqlens: Tensor,
+    chunk_indices: Tensor,
+) -> Tensor:
+    """FLA between our own gather and scatter; FLA's states are float32."""
+    initial = _gather_states(state, slots, num_computed_tokens)
+    o, final = varlen_fla(q, k, v, a, b, A_log, dt_bias, initial, cu_seqlens, chunk_indices)
+    _scatter_states(final, state, slots, cu_seqlens)
+    return o
+
+
+def _prefill_slots_fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    slots: Tensor,
+    num_computed_tokens: Tensor,
+    cu_seqlens: Tensor,
+    chunk_indices: Tensor,
+) -> Tensor:
+    return v.new_empty(v.shape)
+
+
+SLOTS = 9  # of the examples' pools; those that no sequence has are NaN
+
+
+def _decode_slots_examples(generator: torch.Generator, dtype: torch.dtype) -> list[tuple[Any, ...]]:
+    examples = []
+    # a float32 pool, and one in the activations' dtype
+    for sequences, key_heads, state_dtype in ((1, 4, torch.float32), (5, 2, dtype)):
+        rows = example_rows(generator, dtype, sequences, key_heads)
+        slots = scattered_slots(generator, sequences, SLOTS)
+        states = example_states(generator, sequences).to(state_dtype)
+        examples.append((*rows, pool(states, slots, SLOTS), slots))
+    return examples
+
+
+def _prefill_slots_examples(
+    generator: torch.Generator, dtype: torch.dtype
+) -> list[tuple[Any, ...]]:
+    examples = []
+    for lengths, computed, state_dtype in (
+        ((1,), (0,), torch.float32),
+        ((64, 3), (64, 0), dtype),
+        ((5, 0, 129, 1), (0, 7, 64, 3), torch.float32),
+    ):
+        rows = example_rows(generator, dtype, sum(lengths), 2)
+        slots = scattered_slots(generator, len(lengths), SLOTS)
+        states = example_states(generator, len(lengths)).to(state_dtype)
+        num_computed_tokens = torch.tensor(computed, dtype=torch.int32)
+        states[num_computed_tokens == 0] = torch.nan  # a recycled slot
+        examples.append(
+            (*rows, pool(states, slots, SLOTS), slots, num_computed_tokens,
+             *fla.chunk_metadata(lengths))
+        )  # fmt: skip
+    return examples
+
+
+_ARGUMENTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias, "
+    "Tensor(a!) state, Tensor slots"
+)
+
+FUSED_GATED_DELTA_RULE_DECODE_SLOTS = define_op(
+    f"fused_gated_delta_rule_decode_slots({_ARGUMENTS}) -> Tensor",
+    definition=define_decode_slots,
+    fake=_decode_slots_fake,
+    implementations=(
+        Implementation("torch", define_decode_slots),
+        Implementation(
+            "triton",
+            kernel("gated_delta_rule", "fused_gated_delta_rule_decode_slots"),
+            ("cuda",),
+            package="triton",
+        ),
+    ),
+    examples=_decode_slots_examples,
+    tolerance=TOLERANCE,
+)
+
+FUSED_GATED_DELTA_RULE_PREFILL_SLOTS = define_op(
+    f"fused_gated_delta_rule_prefill_slots({_ARGUMENTS}, Tensor num_computed_tokens, "
+    "Tensor cu_seqlens, Tensor chunk_indices) -> Tensor",
+    definition=define_prefill_slots,
+    fake=_prefill_slots_fake,
+    implementations=(
+        Implementation("torch", _prefill_slots),
+        Implementation("fla", _prefill_slots_fla, ("cuda",), HALF_DTYPES, package="fla"),
+    ),
+    examples=_prefill_slots_examples,
+    tolerance=PREFILL_TOLERANCE,
+)

@@ -1,0 +1,384 @@
+"""The Triton kernels, run by triton's interpreter on the CPU and held to the ops' definitions.
+
+pytest does not collect this file by itself: the interpreter must be chosen before triton is
+imported, so `test_kernels_interpreted.py` runs it in a process of its own.
+
+The interpreter truncates where a GPU rounds to nearest when it stores bfloat16, so bfloat16 gets
+three times the tolerance here; float16 it rounds rightly.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_ops
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from bench.kernels import Shapes, mismatch, model_config
+from minivllm.ops import OPS, Implementation, Op
+from minivllm.ops.fla import chunk_metadata
+from minivllm.ops.kernels import kernel
+from minivllm.ops.kernels.numerics import softplus
+from minivllm.ops.slots import initial_states, keep_final_states
+
+assert triton.knobs.runtime.interpret, "run by test_kernels_interpreted.py"
+
+KERNELS = {
+    name: implementation
+    for name, op in OPS.items()
+    for implementation in op.implementations
+    if implementation.package == "triton"
+}
+TRUNCATION = 3
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def tolerant(name: str) -> Op:
+    """The op, with the tolerance that the interpreter needs."""
+    op = OPS[name]
+    bfloat16 = TRUNCATION * op.tolerance[torch.bfloat16]
+    return replace(op, tolerance={**op.tolerance, torch.bfloat16: bfloat16})
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that a launcher allocates is full of NaN until a kernel writes it."""
+    empty, empty_like = torch.empty, torch.empty_like
+
+    def fill(x: Tensor) -> Tensor:
+        return x.fill_(torch.nan) if x.is_floating_point() else x
+
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: fill(empty(*a, **k)))
+    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: fill(empty_like(*a, **k)))
+
+
+def test_every_kernel_is_here() -> None:
+    assert set(KERNELS) == {
+        "rms_norm",
+        "add_rms_norm",
+        "gated_rms_norm",
+        "silu_mul",
+        "sigmoid_mul",
+        "qk_norm_rope",
+        "causal_conv1d_prefill_slots",
+        "causal_conv1d_decode_slots",
+        "fused_gated_delta_rule_decode_slots",
+        "paged_kv_write",
+    }
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_the_examples(name: str) -> None:
+    """Odd sizes, strided rows, NaN in unused slots and beside rows; inputs stay as they were."""
+    check = test_ops.test_an_implementation_is_its_definition
+    check(OPS[name], KERNELS[name], "cpu", torch.float32)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_the_examples_in_bfloat16(name: str) -> None:
+    op = tolerant(name)
+    for args in test_ops.examples(op, torch.bfloat16):
+        exact = test_ops.clones(test_ops.floats(lambda x: x.float(), args))
+        actual = test_ops.results(op, KERNELS[name].call, args)
+        for a, e in zip(actual, test_ops.results(op, op.definition, exact), strict=True):
+            test_ops.assert_near(a, e, op.tolerance[torch.bfloat16])
+
+
+def assert_shapes(sets: Iterable[tuple[str, list[tuple[Any, ...]]]], names: Iterable[str]) -> None:
+    """The kernels among `sets`, which must be `names`, give what their definitions give."""
+    ran = set()
+    for name, (args, *_) in sets:
+        if name in KERNELS:
+            wrong = mismatch(tolerant(name), KERNELS[name].call, args, torch.bfloat16)
+            assert wrong is None, f"{name}: {wrong}"
+            ran.add(name)
+    assert ran == set(names)
+
+
+@pytest.mark.parametrize(("model", "tokens"), [("tiny", 2), ("miniqwen08b", 1)])
+def test_the_shapes_of_a_model(model: str, tokens: int) -> None:
+    torch.manual_seed(0)
+    config = model_config(model)
+    prefill = "causal_conv1d_prefill_slots"
+    shapes = Shapes(config, torch.bfloat16, "cpu")
+    assert_shapes(shapes.decode(tokens), KERNELS.keys() - {prefill})
+    assert_shapes(shapes.stateful("prefill", 1, 65, 1), {prefill})
+
+
+def test_states_in_bfloat16() -> None:
+    torch.manual_seed(0)
+    name = "fused_gated_delta_rule_decode_slots"
+    shapes = Shapes(model_config("tiny"), torch.bfloat16, "cpu", state_dtype=torch.bfloat16)
+    assert_shapes((s for s in shapes.decode(2) if s[0] == name), {name})
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["rms_norm", "add_rms_norm", "gated_rms_norm", "silu_mul", "sigmoid_mul", "qk_norm_rope"],
+)
+def test_roundings_stand_where_torch_has_them(name: str) -> None:
+    """float16 to the bit, but for the rare result that lies on the edge of two roundings."""
+    op, wrong, total = OPS[name], 0, 0
+    for args in op.examples(torch.Generator().manual_seed(1), torch.float16):
+        actual = test_ops.listed(KERNELS[name].call(*args))
+        expected = test_ops.listed(op.implementations[0].call(*args))
+        for a, e in zip(actual, expected, strict=True):
+            wrong += int((a != e).sum())
+            total += e.numel()
+    assert wrong <= 0.002 * total, f"{wrong} of {total} differ"
+
+
+def test_roundings_of_the_delta_rule_stand_where_torch_has_them() -> None:
+    """q, k and beta are rounded to float16, all else is float32: states differ by its ulps."""
+    op = OPS["fused_gated_delta_rule_decode_slots"]
+    args = op.examples(torch.Generator().manual_seed(1), torch.float16)[0]
+    expected_args = test_ops.clones(args)
+    KERNELS[op.name].call(*args)
+    op.implementations[0].call(*expected_args)
+    test_ops.assert_near(args[7], expected_args[7], 1e-6)
+
+
+def test_softplus_keeps_small_values() -> None:
+    x = torch.tensor(
+        [-80.0, -30.0, -17.5, -5.0, -1e-3, 0.0, 3.0, 15.9, 16.7, 20.0, 20.1, 88.0, 500.0]
+    )
+
+    @triton.jit
+    def run(x, y, SIZE: tl.constexpr):
+        i = tl.arange(0, SIZE)
+        tl.store(y + i, softplus(tl.load(x + i)))
+
+    x = F.pad(x, (0, 16 - len(x)))
+    y = torch.empty(16)
+    run[(1,)](x, y, SIZE=16)
+    torch.testing.assert_close(y, F.softplus(x.double()).float(), rtol=5e-7, atol=0)
+
+
+def test_strong_gates() -> None:
+    """Decays of nearly 0 and nearly 1, and projections past softplus's threshold."""
+    args = example("fused_gated_delta_rule_decode_slots")
+    a, A_log = args[3], args[5]
+    a[0], a[1], a[2] = -40.0, 30.0, 21.0
+    A_log.fill_(2.7)
+    assert_as_defined("fused_gated_delta_rule_decode_slots", args)
+
+
+def test_vectors_of_zeros_have_no_direction() -> None:
+    args = example("fused_gated_delta_rule_decode_slots")
+    args[0].zero_(), args[1].zero_()
+    assert_as_defined("fused_gated_delta_rule_decode_slots", args)
+
+
+def example(name: str, dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
+    """The last example of an op: its most general one."""
+    return OPS[name].examples(torch.Generator().manual_seed(0), dtype)[-1]
+
+
+def assert_as_defined(name: str, args: tuple[Any, ...], rows: slice = slice(None)) -> None:
+    """A kernel's results, of `rows`, and every slot that they name but slot 0."""
+    op = OPS[name]
+    exact = test_ops.clones(args)
+    actual = KERNELS[name].call(*args)
+    expected = op.definition(*exact)
+    test_ops.assert_near(actual[rows], expected[rows], op.tolerance[torch.float32])
+    for a, e in zip(test_ops.written(op, args), test_ops.written(op, exact), strict=True):
+        test_ops.assert_near(a[1:], e[1:], op.tolerance[torch.float32])
+
+
+@pytest.mark.parametrize(
+    "name", ["causal_conv1d_decode_slots", "fused_gated_delta_rule_decode_slots"]
+)
+def test_padding_rows_share_a_slot_of_nan(name: str) -> None:
+    """Their outputs are written, whatever they are, and reach no other row."""
+    args = example(name)
+    args[-1][[1, 3, 4]] = 0
+    op, exact = OPS[name], test_ops.clones(args)
+    y, expected = KERNELS[name].call(*args), op.definition(*exact)
+    real = torch.tensor([0, 2])
+    test_ops.assert_near(y[real], expected[real], op.tolerance[torch.float32])
+    slots = args[-1][real]
+    test_ops.assert_near(args[-2][slots], exact[-2][slots], op.tolerance[torch.float32])
+    assert args[-2][1:].isnan().any(), "no slot was poisoned"
+    args[-2][0] = 1.0  # now with a clean padding slot: every row must come out finite
+    assert KERNELS[name].call(*args).isfinite().all()
+
+
+def test_padding_sequences_of_a_prefill_share_a_slot() -> None:
+    name = "causal_conv1d_prefill_slots"
+    args = list(example(name))
+    lengths = (5, 3, 66, 4)
+    args[0] = torch.randn(sum(lengths), args[0].shape[1])
+    args[3][[1, 3]] = 0
+    args[4][[1, 3]] = 0
+    args[5:] = chunk_metadata(lengths)
+    assert_as_defined(name, tuple(args))
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 63, 64, 65, 129])
+@pytest.mark.parametrize("computed", [0, 1])
+def test_convolution_lengths(length: int, computed: int) -> None:
+    """States shorter than the window, and ends on and off the edges of chunks."""
+    name = "causal_conv1d_prefill_slots"
+    x, weight, state, slots, num_computed_tokens, *_ = example(name)
+    x = torch.randn(length, x.shape[1])
+    state = torch.randn_like(state) if computed else torch.full_like(state, torch.nan)
+    num_computed_tokens = torch.tensor([computed], dtype=torch.int32)
+    metadata = chunk_metadata([length])
+    assert_as_defined(name, (x, weight, state, slots[:1], num_computed_tokens, *metadata))
+
+
+def test_chunks_run_in_any_order() -> None:
+    """The last chunk of a sequence may be done before its first has read the slot."""
+    name = "causal_conv1d_prefill_slots"
+    *args, chunk_indices = example(name)
+    assert_as_defined(name, (*args, chunk_indices.flip(0)))
+
+
+def test_a_sequence_without_tokens_leaves_its_slot_alone() -> None:
+    name = "causal_conv1d_prefill_slots"
+    x, weight, state, slots, num_computed_tokens, *_ = example(name)
+    state = torch.randn_like(state)
+    before = state.clone()
+    num_computed_tokens[:] = torch.tensor([0, 0, 5, 5])
+    args = (x[:6], weight, state, slots, num_computed_tokens, *chunk_metadata([3, 0, 3, 0]))
+    assert_as_defined(name, args)
+    for n, same in enumerate((False, True, False, True)):
+        assert torch.equal(state[slots[n]], before[slots[n]]) == same
+
+
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+def test_gather_and_scatter_of_states(state_dtype: str) -> None:
+    state = torch.randn(7, 3, 5, 17).to(DTYPES[state_dtype])
+    state[[0, 2]] = torch.nan  # nobody's, and a recycled one
+    slots = torch.tensor([4, 2, 6])
+    computed = torch.tensor([3, 0, 1], dtype=torch.int32)
+    gathered = kernel("slots", "gather_states")(state, slots, computed)
+    assert gathered.dtype == torch.float32
+    assert torch.equal(gathered, initial_states(state.float(), slots, computed))
+    final = torch.randn(3, 3, 5, 17).to(DTYPES[state_dtype]).float()
+    cu_seqlens = torch.tensor([0, 2, 2, 9], dtype=torch.int32)
+    expected = state.clone()
+    keep_final_states(expected, slots, cu_seqlens, final.to(state.dtype))
+    kernel("slots", "scatter_states")(final, state, slots, cu_seqlens)
+    torch.testing.assert_close(state, expected, rtol=0, atol=0, equal_nan=True)
+
+
+FAR = 8195  # a slot whose offset, at 262,144 elements a slot, no 32 bits hold
+
+
+@pytest.fixture
+def far(tmp_path: Path) -> Iterator[Any]:
+    """Pools of more than 2**31 elements in a sparse file: nothing is stored but what is written."""
+
+    def pool(*shape: int) -> Tensor:
+        size = (FAR + 1) * 262_144
+        memory = torch.from_file(str(next(names)), shared=True, size=size, dtype=torch.bfloat16)
+        strides = torch.empty(shape, device="meta").stride()[1:]
+        return memory.as_strided(shape, (262_144, *strides))
+
+    names = (tmp_path / f"pool{i}" for i in itertools.count())
+    yield pool
+    for file in tmp_path.iterdir():
+        file.unlink()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "causal_conv1d_decode_slots",
+        "causal_conv1d_prefill_slots",
+        "fused_gated_delta_rule_decode_slots",
+    ],
+)
+def test_far_slots(name: str, far: Any) -> None:
+    args = list(example(name, torch.bfloat16))
+    at = [a.name for a in OPS[name].overload._schema.arguments].index("state")
+    near, slots = args[at].nan_to_num(), args[at + 1]
+    args[at], expected_args = near, test_ops.clones(tuple(args))
+    expected = KERNELS[name].call(*expected_args)
+    pool = far(FAR + 1, *near.shape[1:])
+    far_slots = slots + FAR - slots.max()
+    pool[far_slots] = near[slots]
+    args[at : at + 2] = pool, far_slots
+    assert torch.equal(KERNELS[name].call(*args), expected)
+    assert torch.equal(pool[far_slots], expected_args[at][slots])
+
+
+def test_far_states_are_gathered_and_scattered(far: Any) -> None:
+    pool, slots = far(FAR + 1, 2, 3, 8), torch.tensor([FAR, 5, FAR - 2])
+    states = torch.randn(3, 2, 3, 8).bfloat16().float()
+    cu_seqlens = torch.tensor([0, 1, 2, 3], dtype=torch.int32)
+    kernel("slots", "scatter_states")(states, pool, slots, cu_seqlens)
+    assert torch.equal(pool[slots].float(), states)
+    assert torch.equal(kernel("slots", "gather_states")(pool, slots, cu_seqlens[1:]), states)
+
+
+def test_far_blocks(far: Any) -> None:
+    k_cache, v_cache = (far(FAR + 1, 4, 2, 24) for _ in range(2))
+    k, v = torch.randn(2, 3, 2, 24).bfloat16()
+    places = torch.tensor([4 * FAR + 1, 7, 4 * FAR - 2])
+    KERNELS["paged_kv_write"].call(k_cache, v_cache, k, v, places)
+    for cache, rows in ((k_cache, k), (v_cache, v)):
+        assert torch.equal(cache[places // 4, places % 4], rows)
+
+
+def test_one_tensor_may_be_passed_twice() -> None:
+    """q and k of one projection, and a norm of a sum with itself."""
+    for name, twice in (
+        ("qk_norm_rope", {1: 0, 3: 2}),
+        ("add_rms_norm", {1: 0}),
+        ("gated_rms_norm", {1: 0}),
+        ("silu_mul", {1: 0}),
+        ("sigmoid_mul", {1: 0}),
+        ("fused_gated_delta_rule_decode_slots", {1: 0, 4: 3, 6: 5}),
+    ):
+        args = list(example(name))
+        for target, source in twice.items():
+            args[target] = args[source]
+        op, exact = OPS[name], test_ops.clones(tuple(args))
+        actual = test_ops.results(op, KERNELS[name].call, tuple(args))
+        for a, e in zip(actual, test_ops.results(op, op.definition, exact), strict=True):
+            test_ops.assert_near(a, e, op.tolerance[torch.float32])
+
+
+def test_keys_may_be_their_own_values() -> None:
+    k_cache, v_cache, k, _, places = example("paged_kv_write")
+    KERNELS["paged_kv_write"].call(k_cache, v_cache, k, k, places)
+    block_size = k_cache.shape[1]
+    for cache in (k_cache, v_cache):
+        assert torch.equal(cache[places // block_size, places % block_size], k)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_nothing_to_do(name: str) -> None:
+    """No rows at all: nothing is written, and shapes are right."""
+    op = OPS[name]
+    args = list(example(name))
+    names = [a.name for a in op.overload._schema.arguments]
+    pools = {"state", "k_cache", "v_cache", "weight", "A_log", "dt_bias", "q_weight", "k_weight"}
+    for i, (argument, value) in enumerate(zip(names, args, strict=True)):
+        if isinstance(value, Tensor) and argument not in pools | {"inv_freq", "cu_seqlens"}:
+            args[i] = value[:0]
+    if "cu_seqlens" in names:
+        args[names.index("cu_seqlens")] = torch.zeros(1, dtype=torch.int32)
+    kept = test_ops.clones(tuple(args))
+    for output in test_ops.listed(KERNELS[name].call(*args)):
+        assert output.shape[0] == 0
+    for a, b in zip(test_ops.written(op, tuple(args)), test_ops.written(op, kept), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def test_the_kernels_are_for_cuda_in_every_dtype() -> None:
+    for implementation in KERNELS.values():
+        assert isinstance(implementation, Implementation)
+        assert implementation.devices == ("cuda",)
+        assert set(implementation.dtypes) == set(DTYPES.values())
