@@ -1,7 +1,7 @@
 """Make the embedded default model `minivllm/assets/tiny/`: a small, really trained MiniQwen.
 
-    python scripts/tiny_corpus.py fetch|corpus|tokenize   # once, where there is a network -> .train/
-    python scripts/train_tiny.py --minutes 6              # -> minivllm/assets/tiny/
+    python scripts/tiny_corpus.py ...          # its three stages, once -> .train/
+    python scripts/train_tiny.py --minutes 6   # -> minivllm/assets/tiny/
 
 The model is transformers' own `Qwen3_5ForCausalLM`, saved by `save_pretrained`, so the folder is an
 independent check of our loader. Training needs the `train` extra and a CUDA GPU: FLA's Triton
@@ -14,6 +14,7 @@ without the graph, within the same minutes.
 
 Shapes: B rows, T tokens a row.
 """
+# ruff: noqa: E402  # the clock starts before torch is imported
 
 import argparse
 import contextlib
@@ -26,8 +27,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+START = time.monotonic()  # the budget counts imports and kernel compilation too
+
 import torch
-from tiny_corpus import VOCAB_SIZE, Encoded, UsageError, load_encoded, run, versions
+from tiny_corpus import Encoded, UsageError, load_encoded, run, versions
 from tiny_data import Batches, HeldOut, mixture
 from tiny_kernels import (
     NEEDS_GPU,
@@ -37,11 +40,17 @@ from tiny_kernels import (
     fused_kernels,
     skip_autotuning,
 )
+from tiny_model import (
+    PADDED_VOCAB_SIZE,
+    add_dropout,
+    build_model,
+    complete,
+    token_bytes,
+    token_losses,
+)
 from tiny_report import check_saved, save, write_report
 from tiny_sources import SOURCES
-from torch.nn import functional as F
 
-PADDED_VOCAB_SIZE = 4160  # ids past the tokenizer's, like the padded head of the real checkpoints
 STEPS_A_DRAW = 256
 PROMPTS = {
     "English": "It is a truth universally acknowledged, that",
@@ -49,113 +58,6 @@ PROMPTS = {
     "Chinese": "床前明月光，",
     "Python": "def read_json(path):\n",
 }
-
-
-# --- model ------------------------------------------------------------------------------------
-
-
-def build_model(tokenizer, device: str):
-    """A fresh fp32 model: six DeltaNet layers (key heads < value heads), two of attention."""
-    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
-
-    config = Qwen3_5TextConfig(
-        vocab_size=PADDED_VOCAB_SIZE,
-        hidden_size=192,
-        intermediate_size=512,
-        num_hidden_layers=8,
-        full_attention_interval=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        linear_num_key_heads=3,
-        linear_num_value_heads=6,
-        linear_key_head_dim=64,
-        linear_value_head_dim=64,
-        linear_conv_kernel_dim=4,
-        max_position_embeddings=2048,
-        rope_parameters={
-            "rope_type": "default",
-            "rope_theta": 10000.0,
-            "partial_rotary_factor": 0.5,
-            # Text has equal positions on the three axes; the sections only have to fill the 16
-            # rotary frequencies.
-            "mrope_section": [6, 5, 5],
-            "mrope_interleaved": True,
-        },
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        attn_implementation="sdpa",
-    )
-    return Qwen3_5ForCausalLM(config).to(device=device)
-
-
-def token_bytes(tokenizer) -> list[int]:
-    """Bytes of text behind each id: a byte-level piece has one character a byte, specials none."""
-    sizes = [len(piece) for piece in tokenizer.convert_ids_to_tokens(range(VOCAB_SIZE))]
-    for special in tokenizer.all_special_ids:
-        sizes[special] = 0
-    return sizes + [0] * (PADDED_VOCAB_SIZE - VOCAB_SIZE)
-
-
-def add_dropout(model, probability: float) -> None:
-    """Dropout on what each block adds to the residual stream, in training mode only."""
-
-    def drop(module, _, output):
-        return F.dropout(output, probability, module.training)
-
-    for name, module in model.named_modules():
-        if name.endswith(("o_proj", "out_proj", "down_proj")):
-            module.register_forward_hook(drop)
-
-
-def autocast(device: torch.device):
-    # Without its cache of cast weights, which must not outlive a CUDA graph's capture.
-    on = device.type == "cuda"
-    return torch.autocast(device.type, torch.bfloat16, enabled=on, cache_enabled=False)
-
-
-def hidden_states(model, ids: torch.Tensor) -> torch.Tensor:
-    """[B, T] -> [B, T, hidden]."""
-    # Masks of None, given as a mapping, mean causal. Left out, transformers would look for packed
-    # sequences in the positions, which waits for the device and so cannot be captured.
-    masks = {"full_attention": None, "linear_attention": None}
-    return model.model(input_ids=ids, attention_mask=masks, use_cache=False).last_hidden_state
-
-
-def token_losses(model, tokens: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy of each next token, fp32 [B, T], in nats; `tokens` is [B, T + 1]."""
-    with autocast(tokens.device):
-        logits = model.lm_head(hidden_states(model, tokens[:, :-1]))
-    targets = tokens[:, 1:]
-    losses = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
-    return losses.view_as(targets)
-
-
-@torch.no_grad()
-def complete(model, tokenizer, prompts: dict[str, str], shape: tuple[int, int], length: int = 96):
-    """Greedy continuations up to `length` tokens, by whole forward passes of the one `shape`.
-
-    Without a cache, and padded on the right, which a causal model does not see: no kernel beyond
-    those of the training has to be compiled.
-    """
-    window = torch.full(shape, tokenizer.pad_token_id, device=model.device)
-    ends = [0] * len(prompts)
-    for row, ids in enumerate(tokenizer(list(prompts.values())).input_ids):
-        window[row, : len(ids)] = torch.tensor(ids)
-        ends[row] = len(ids)
-    rows, ends = torch.arange(len(ends), device=model.device), torch.tensor(ends).to(model.device)
-    length = min(length, shape[1])
-    while (ends < length).any():
-        with autocast(model.device):
-            logits = model.lm_head(hidden_states(model, window)[rows, ends - 1])
-        at = ends.clamp(max=length - 1)
-        window[rows, at] = torch.where(ends < length, logits.argmax(-1), window[rows, at])
-        ends = (ends + 1).clamp(max=length)
-    return {
-        name: tokenizer.decode(ids)
-        for name, ids in zip(prompts, window[rows, :length].tolist(), strict=True)
-    }
 
 
 # --- training ---------------------------------------------------------------------------------
@@ -252,7 +154,7 @@ class Step:
             pairs.append([self.loss_sum.item(), self.norm_sum.item()])
         print(f"graph's loss and gradient norm {pairs[:2]}, eager {pairs[2]}", flush=True)
         for value, eager in zip(pairs[1], pairs[2], strict=True):
-            if not abs(value - eager) < 0.1 * eager:  # dropout differs from step to step
+            if not abs(value - eager) < 0.2 * eager:  # dropout differs from step to step
                 raise RuntimeError("the CUDA graph does not compute the step")
         self.launch = graph.replay
 
@@ -270,7 +172,7 @@ class Step:
 
 
 class Throttle:
-    """Keeps the host at most two launches ahead of the device, as the schedule goes by the clock."""
+    """Keeps the host two launches ahead of the device at most: the schedule goes by the clock."""
 
     def __init__(self, device: str):
         on = device == "cuda"
@@ -336,8 +238,13 @@ def optimise(step: Step, deadline: float, device: str, evaluate_now: Callable[[]
 # --- run --------------------------------------------------------------------------------------
 
 
+def elapsed(args: argparse.Namespace) -> float:
+    """Seconds since the first start."""
+    return time.monotonic() - START + args.elapsed
+
+
 @contextlib.contextmanager
-def without(flag: str, possible: bool, elapsed: Callable[[], float]) -> Iterator[None]:
+def without(flag: str, possible: bool, args: argparse.Namespace) -> Iterator[None]:
     """If what is within fails and `flag` can still be given up, start the program again so."""
     try:
         yield
@@ -345,7 +252,7 @@ def without(flag: str, possible: bool, elapsed: Callable[[], float]) -> Iterator
         if not possible or isinstance(error, UsageError):
             raise
         print(f"failed: {type(error).__name__}: {error}\nstarting again with {flag}", flush=True)
-        spent = ["--elapsed", f"{elapsed():.1f}"]
+        spent = ["--elapsed", f"{elapsed(args):.1f}"]
         os.execv(sys.executable, [sys.executable, *sys.argv, flag, *spent])
 
 
@@ -363,13 +270,8 @@ def prepare_kernels(args: argparse.Namespace, rows: int) -> dict:
 
 
 def train(args: argparse.Namespace) -> None:
-    start = time.monotonic() - args.elapsed
-
-    def elapsed() -> float:
-        return time.monotonic() - start
-
     def tell(what: str) -> None:
-        print(f"{elapsed():5.0f} s  {what}", flush=True)
+        print(f"{elapsed(args):5.0f} s  {what}", flush=True)
 
     cuda = args.device == "cuda"
     if cuda and not torch.cuda.is_available():
@@ -381,9 +283,8 @@ def train(args: argparse.Namespace) -> None:
             f"{args.batch_tokens} at least {len(PROMPTS)} times"
         )
     torch.manual_seed(args.seed)
-    torch.set_float32_matmul_precision("high")
     fused = cuda and args.fast_kernels and args.delta_rule == "fla"
-    with without("--no-fast-kernels", fused, elapsed):
+    with without("--no-fast-kernels", fused, args):
         kernels = prepare_kernels(args, rows)
     tell(f"kernels: {kernels}")
 
@@ -414,9 +315,10 @@ def train(args: argparse.Namespace) -> None:
 
     model.train()
     budget = args.minutes * 60
-    deadline = start + budget - min(25.0, budget / 4)  # the rest evaluates and saves
+    reserve = min(25.0, budget / 4)  # evaluates and saves
+    deadline = time.monotonic() + budget - elapsed(args) - reserve
     with fused_kernels(model) if fused else contextlib.nullcontext():
-        with without("--no-cuda-graph", cuda and args.cuda_graph, elapsed):
+        with without("--no-cuda-graph", cuda and args.cuda_graph, args):
             if cuda and args.cuda_graph:
                 step.capture()
             else:
@@ -428,7 +330,7 @@ def train(args: argparse.Namespace) -> None:
                 parameter.copy_(parameter.bfloat16())
         losses = losses_of(model)
 
-    save(model, tokenizer, args.out)
+    save(model, tokenizer, encoded.tokenizer_files, args.out)
     check_saved(args.out, encoded.samples, tokenizer)
     reloaded = (
         type(model)
@@ -466,7 +368,7 @@ def train(args: argparse.Namespace) -> None:
         **encoded.about,
         "versions": versions(packages),
         "completions": completions,
-        "total_seconds": round(elapsed(), 1),
+        "total_seconds": round(elapsed(args), 1),
     }
     write_report(args.out, report)
     summary = ("steps", "tokens", "held_out_nats_per_token", "weight_bytes", "total_seconds")
