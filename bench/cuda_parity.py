@@ -2,9 +2,9 @@
 
     python bench/cuda_parity.py --out bench/results/cuda_parity.json
 
-Three runs over the same bfloat16 weights and the same tokens, all on the GPU: float32 with the
-torch ops (the reference), bfloat16 with the torch ops, bfloat16 with the chosen kernels (FLA,
-flash-attn). Packed prompts are prefilled in two chunks and 64 tokens decoded, fed with the
+Runs over the same bfloat16 weights and the same tokens, all on the GPU: float32 with the
+torch ops (the reference); bfloat16 with the torch ops; bfloat16 with the chosen kernels, in the
+graphs of `eager` (FLA, flash-attn) and of `compiled` (our fused kernels too). Packed prompts are prefilled in two chunks and 64 tokens decoded, fed with the
 reference's greedy tokens, so that every run sees the same history. The rule: the kernels' error
 is at most twice that of the torch ops, and where a greedy token differs, it is a near-tie.
 """
@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.environment import environment
 from minivllm.compiler.compile import compile_model
+from minivllm.compiler.recipe import assemble
 from minivllm.config import CompilerOptions
 from minivllm.model.config import MiniQwenConfig
 from minivllm.model.miniqwen import constants
@@ -83,12 +84,14 @@ def runner(
     dtype: torch.dtype,
     implementation: str | None,
     device: torch.device,
+    mode: str = "eager",
 ) -> ModelRunner:
-    """A runner of the eager graphs; `implementation` is forced on every op."""
-    compiled = compile_model(config, dtype, CompilerOptions(mode="eager"), block_size=BLOCK_SIZE)
+    """A runner of the graphs of a mode; `implementation` is forced on every op."""
+    compiled = compile_model(config, dtype, CompilerOptions(mode=mode), block_size=BLOCK_SIZE)
     forced = {} if implementation is None else dict.fromkeys(OPS, implementation)
-    on_device = {name: w.to(device, dtype) for name, w in weights.items()}
-    on_device |= {name: c.to(device) for name, c in constants(config).items()}
+    specs = compiled.prefill.weights | compiled.decode.weights
+    merged = assemble(specs, dict(weights) | constants(config))
+    on_device = {name: w.to(device) for name, w in merged.items()}
     return ModelRunner(
         compiled,
         on_device,
@@ -163,8 +166,12 @@ def measure(name: str, device: torch.device) -> dict[str, object]:
         runner(config, weights, torch.float32, "torch", device), sequences, DECODE_STEPS
     )
     result: dict[str, object] = {}
-    for label, implementation in (("torch", "torch"), ("kernels", None)):
-        model = runner(config, weights, torch.bfloat16, implementation, device)
+    for label, implementation, mode in (
+        ("torch", "torch", "eager"),
+        ("kernels", None, "eager"),
+        ("compiled", None, "compiled"),
+    ):
+        model = runner(config, weights, torch.bfloat16, implementation, device, mode)
         outputs = run(model, sequences, DECODE_STEPS)
         for phase, logits, expected in zip(("prefill", "decode"), outputs, reference, strict=True):
             result[f"{label}_{phase}"] = asdict(compare(logits, expected))

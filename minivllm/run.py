@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -37,8 +37,13 @@ USER_FAULT = 2
 INTERRUPTED = 130
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(
+    argv: Sequence[str] | None = None, action: Callable[[dict[str, Any]], None] | None = None
+) -> int:
     """Runs a command line (default: the process's own) and returns its exit code.
+
+    Args:
+        action: what a job does with its composed config; None: `run`.
 
     Returns:
         0; 2 after a fault of the user, in any job of a multirun; 130 after Ctrl-C.
@@ -49,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def job(cfg: DictConfig) -> None:
         codes.append(0)
         try:
-            run(_plain(cfg))
+            (action or run)(_plain(cfg))
         except UserError as error:
             codes[-1] = _fault(str(error))
         except BrokenPipeError:  # whoever read the output, such as `head`, has seen enough
@@ -81,12 +86,7 @@ def run(settings: dict[str, Any]) -> None:
     """
     from minivllm.runtime.sampling_params import SamplingParams
 
-    overrides.check_top_level(settings)
-    if settings.get("model") is None:
-        raise UserError(overrides.no_model())
-    config = EngineConfig.from_mapping(
-        {group: settings[group] for group in ("model", "compiler", "runtime") if group in settings}
-    )
+    config = engine_config(settings)
     sampling_params = SamplingParams.from_mapping(settings.get("sampling", {}))
     prompts = read_prompts(
         prompt=settings.get("prompt"),
@@ -100,6 +100,20 @@ def run(settings: dict[str, Any]) -> None:
         print(console.summary(outputs, llm, config.compiler.mode), flush=True)
     finally:
         llm.close()
+
+
+def engine_config(settings: dict[str, Any]) -> EngineConfig:
+    """The options of a composed config.
+
+    Raises:
+        UserError: no model, an unknown key, a wrong type or a value out of range.
+    """
+    overrides.check_top_level(settings)
+    if settings.get("model") is None:
+        raise UserError(overrides.no_model())
+    return EngineConfig.from_mapping(
+        {group: settings[group] for group in ("model", "compiler", "runtime") if group in settings}
+    )
 
 
 def build_llm(config: EngineConfig) -> LLM:

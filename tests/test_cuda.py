@@ -25,10 +25,11 @@ def measured(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("graphs", ["kernels", "compiled"])
 def test_kernels_err_at_most_twice_as_much_as_torch_ops(
-    phase: str, measured: dict[str, Any]
+    graphs: str, phase: str, measured: dict[str, Any]
 ) -> None:
-    kernels, ops = measured[f"kernels_{phase}"], measured[f"torch_{phase}"]
+    kernels, ops = measured[f"{graphs}_{phase}"], measured[f"torch_{phase}"]
     assert 0 < ops["rms"] < 0.1
     assert kernels["rms"] <= 2 * ops["rms"]
     assert kernels["largest"] <= 2 * ops["largest"]
@@ -43,17 +44,20 @@ def test_the_kernels_are_the_intended_ones(measured: dict[str, Any]) -> None:
         "causal_conv1d_decode": "fla",
         "gated_delta_rule_prefill": "fla",
         "gated_delta_rule_decode": "fla",
-        "paged_kv_write": "torch",
+        "paged_kv_write": "triton",
         "paged_attention_prefill": "flash_attn",
         "paged_attention_decode": "flash_attn",
     }
+    compiled = measured["compiled_implementations"]
+    assert "torch" not in compiled.values(), compiled
 
 
-def test_two_batches_through_the_same_buffers() -> None:
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+def test_two_batches_through_the_same_buffers(mode: str) -> None:
     """FLA memoises what it derives from `cu_seqlens` by the tensor's identity, not its content."""
     config, weights = preset("tiny")
     device = torch.device("cuda")
-    model = runner(config, weights, torch.bfloat16, None, device)
+    model = runner(config, weights, torch.bfloat16, None, device, mode)
     batches = []
     for lengths in ((100, 28), (28, 100)):  # three chunks of 64 either way
         rows = [
@@ -79,17 +83,19 @@ def test_float32_tokens_equal_the_cpu(tmp_path: Path) -> None:
     tokens = {}
     for device in ("cpu", "cuda"):
         llm = LLM(str(folder), dtype="float32", device=device, skip_tokenizer_init=True)
-        assert set(llm.implementations.values()) == {"torch"}
+        kernels = {"torch"} if device == "cpu" else {"torch", "triton"}
+        assert set(llm.implementations.values()) == kernels
         outputs = llm.generate(prompts, params, use_tqdm=False)
         tokens[device] = [o.outputs[0].token_ids for o in outputs]
         llm.close()
     assert tokens["cuda"] == tokens["cpu"]
 
 
-def test_a_prompt_in_chunks_is_the_prompt_at_once() -> None:
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+def test_a_prompt_in_chunks_is_the_prompt_at_once(mode: str) -> None:
     """Splits at multiples of 64 keep FLA's chunks; the rest may differ by its rounding."""
     config, weights = preset("tiny")
-    model = runner(config, weights, torch.bfloat16, None, torch.device("cuda"))
+    model = runner(config, weights, torch.bfloat16, None, torch.device("cuda"), mode)
     ids = random_ids(400, config.vocab_size)
     whole = model.prefill([Row(ids, 0, 1, [1, 2])]).float().cpu()
     for cut in (64, 128, 320, 100):

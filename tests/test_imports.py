@@ -18,7 +18,7 @@ ALLOWED = {  # layer -> what it may import beside itself and the leaves
     "compiler": {"ops", "model"},  # patterns are the model's own code
     "runtime": {"ops", "model", "compiler"},
 }
-ENTRY = {"run", "console", "overrides", "prompts"}
+ENTRY = {"run", "inspect", "console", "overrides", "prompts"}
 MAY_IMPORT_HYDRA = {"run"}
 
 

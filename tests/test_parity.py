@@ -53,7 +53,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def engine(folder: Path, mode: str = "eager", **runtime: Any) -> LLM:
+def engine(folder: Path, mode: str = "compiled", **runtime: Any) -> LLM:
     return LLM.from_config(
         EngineConfig(
             model=ModelOptions(path=str(folder), dtype="float32", skip_tokenizer_init=True),
@@ -111,7 +111,9 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Qwen3_5ForCausalLM,
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_and_greedy_tokens(name: str, tmp_path: Path) -> None:
     oracle = random_model(**CONFIGS[name])
-    check_parity(oracle, engine(save(oracle, tmp_path)))
+    folder = save(oracle, tmp_path)
+    for mode in ("eager", "compiled"):
+        check_parity(oracle, engine(folder, mode))
 
 
 def test_epsilons(tmp_path: Path) -> None:

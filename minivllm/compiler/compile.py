@@ -8,6 +8,7 @@ Owns the sequence trace, clone, passes. Does not own weights, devices or pools (
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,6 +59,7 @@ def compile_model(
     *,
     state_dtype: torch.dtype = torch.float32,
     block_size: int = 256,
+    observers: Sequence[Observer] = (),
 ) -> CompiledModel:
     """Trace the model once and lower it for both phases.
 
@@ -67,6 +69,7 @@ def compile_model(
         options: mode, passes to leave out, where to dump, whether to verify.
         state_dtype: of the recurrent states.
         block_size: tokens in a KV block.
+        observers: called with each graph and the stage's name, first for the source.
 
     Raises:
         UserError: an option names an unknown pass.
@@ -79,17 +82,17 @@ def compile_model(
     start = time.perf_counter()
     source = trace(config, dtype)
     seconds = {"trace": time.perf_counter() - start}
-    observers: list[Observer] = []
+    watching = list(observers)
     if options.dump_dir is not None:
-        observers.append(dump_to(Path(options.dump_dir)))
+        watching.append(dump_to(Path(options.dump_dir)))
     if options.verify:
-        observers.append(Verifier(config, source).check_stage)
-    context = PassContext(config, state_dtype, block_size)
+        watching.append(Verifier(config, source).check_stage)
+    context = PassContext(config, state_dtype, block_size, frozenset(options.disable))
     graphs: dict[str, Graph] = {}
     reports: list[PassReport] = []
     for phase in PHASES:
         start = time.perf_counter()
         graphs[phase] = source.clone(phase)
-        reports += run_passes(graphs[phase], passes[phase], context, observers)
+        reports += run_passes(graphs[phase], passes[phase], context, watching)
         seconds[phase] = time.perf_counter() - start
     return CompiledModel(source, graphs, reports, seconds)

@@ -192,11 +192,21 @@ class Graph:
         return node
 
     def replace(self, node: Node, new: Node) -> None:
-        """Let `new`, of the same type, take the place of `node` for all its users."""
+        """Let `new`, of the same type, take the place of `node` and of what only it read."""
         old_type, new_type = (self._type(n.meta["val"]) for n in (node, new))
         assert old_type == new_type, f"{node} is {old_type}, its replacement {new} is {new_type}"
         node.replace_all_uses_with(new)
+        self._erase(node)
+
+    def _erase(self, node: Node) -> None:
+        """Erase a node without users, and the calls that only it read."""
+        sources = node.all_input_nodes
         self.fx.erase_node(node)
+        for source in sources:
+            schema = getattr(source.target, "_schema", None)
+            pure = source.op == "call_function" and not (schema and schema.is_mutable)
+            if pure and not source.users:
+                self._erase(source)
 
     def infer(self, node: Node) -> Any:
         """The fake value of a call, from its arguments' fake values."""

@@ -11,16 +11,32 @@ from collections.abc import Sequence
 
 from minivllm.compiler.passes.base import GraphPass
 from minivllm.compiler.passes.canonicalize import Canonicalize
+from minivllm.compiler.passes.fold_gate import FoldGate
+from minivllm.compiler.passes.fuse_norms import FuseNorms
+from minivllm.compiler.passes.fuse_output_gate import FuseOutputGate
+from minivllm.compiler.passes.fuse_qk_norm_rope import FuseQkNormRope
+from minivllm.compiler.passes.fuse_residual_add import FuseResidualAdd
+from minivllm.compiler.passes.fuse_silu_mul import FuseSiluMul
+from minivllm.compiler.passes.inplace_state import InplaceState
 from minivllm.compiler.passes.lower_attention import LowerAttention
 from minivllm.compiler.passes.lower_mixers import LowerMixers
+from minivllm.compiler.passes.merge_linears import MergeLinears
 from minivllm.compiler.passes.select_logits import SelectLogits
 from minivllm.errors import UserError
 
 PIPELINE: tuple[GraphPass, ...] = (
     Canonicalize(),  # first: every later pass sees one spelling for one meaning
+    FuseNorms(),  # before everything that looks for a norm
+    FuseResidualAdd(),  # takes the norms behind additions
+    MergeLinears(),  # while projections still read a norm's output directly
+    FuseSiluMul(),  # reads column slices of the merged gate and up
+    FoldGate(),  # while the delta rule is opaque: one op, whatever its later form
+    FuseQkNormRope(),  # while attention is opaque; takes the q and k norms
+    FuseOutputGate(),  # in any order with the two before it
     SelectLogits(),  # while the head is still a plain linear at the graph's end
     LowerMixers(),  # mutation enters here: nothing after it may assume a functional graph
     LowerAttention(),  # after the mixers by habit only; the two do not touch each other's ops
+    InplaceState(),  # last: it needs the visible gathers and scatters
 )
 
 

@@ -38,3 +38,11 @@ def allocate(
             assert part.name not in targets, f"{part.name} would be held twice"
             targets[part.name] = storage[name][part.start : part.start + part.rows]
     return storage, targets
+
+
+def assemble(specs: Mapping[str, WeightSpec], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A graph's weights, on the CPU, from tensors by their names in the model's state_dict."""
+    storage, targets = allocate(specs, "cpu")
+    for name, target in targets.items():
+        target.copy_(tensors[name])
+    return storage

@@ -25,6 +25,7 @@ from torch.fx import Node
 from minivllm.compiler.graph import Graph
 from minivllm.compiler.passes.base import layer_of
 from minivllm.compiler.passes.canonicalize import ASSERTIONS
+from minivllm.compiler.recipe import assemble
 from minivllm.compiler.trace import trace
 from minivllm.model.config import MiniQwenConfig
 from minivllm.model.miniqwen import constants
@@ -36,6 +37,7 @@ from minivllm.ops.fla import chunk_metadata
 OPAQUE_OPS: dict[Any, int] = {
     OPS["causal_conv1d"].overload: 1,
     OPS["gated_delta_rule"].overload: 5,
+    OPS["fused_gated_delta_rule"].overload: 5,
     OPS["attention"].overload: 3,
 }
 PREFILL_CHUNKS = ((70, 1, 5), (3, 66, 1))  # tokens of each sequence in the first and second step
@@ -141,6 +143,7 @@ class Verifier:
     def _run(self, graph: Graph, weights: Mapping[str, Tensor]) -> Tensor:
         """The logits of the whole scenario of the graph's phase, at the rows it wants."""
         block_size = next((s.shape[0] for s in graph.states.values() if s.kind == "block"), 256)
+        weights = assemble(graph.weights, weights)
         pools = Pools(
             {
                 name: torch.full((POOL_ENTRIES, *spec.shape), torch.nan, dtype=spec.dtype)

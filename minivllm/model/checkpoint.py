@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -191,3 +192,12 @@ def abbreviate(items: list[str], limit: int = 10) -> str:
     """The items in one line, the first `limit` of them and how many more there are."""
     more = f", … and {len(items) - limit} more" if len(items) > limit else ""
     return ", ".join(items[:limit]) + more
+
+
+def read_ahead(folder: Path) -> None:
+    """Ask the system to read the weights from disk now; returns at once, where it can be asked."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    for file in folder.glob("*.safetensors"):
+        with file.open("rb") as handle:
+            os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)

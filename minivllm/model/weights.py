@@ -27,13 +27,21 @@ from minivllm.model.checkpoint import (
     abbreviate,
     load_config,
     open_safetensors,
+    read_ahead,
     stored_tensors,
 )
 from minivllm.model.config import MiniQwenConfig
 from minivllm.model.dummy import dummy_weights
 from minivllm.model.source import resolve_model
 
-__all__ = ["dummy_weights", "load_config", "load_weights", "parameter_shapes", "resolve_model"]
+__all__ = [
+    "dummy_weights",
+    "load_config",
+    "load_weights",
+    "parameter_shapes",
+    "read_ahead",
+    "resolve_model",
+]
 
 logger = logging.getLogger(__name__)
 

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from minivllm.compiler.compile import CompiledModel, compile_model
+from minivllm.compiler.recipe import allocate
 from minivllm.compiler.trace import meta_model
 from minivllm.config import EngineConfig, ModelOptions, RuntimeOptions
 from minivllm.errors import UserError
@@ -29,6 +30,7 @@ from minivllm.model.weights import (
     load_config,
     load_weights,
     parameter_shapes,
+    read_ahead,
     resolve_model,
 )
 from minivllm.ops.attention import FLASH_ATTENTION_PAGE
@@ -41,6 +43,7 @@ from minivllm.runtime.sampler import sample
 from minivllm.runtime.sampling_params import SamplingParams
 from minivllm.runtime.stop import StopChecker
 from minivllm.runtime.tokenizer import Tokenizer, load_tokenizer
+from minivllm.runtime.warmup import warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -62,11 +65,12 @@ class Engine:
     def __init__(self, options: EngineConfig) -> None:
         self.options = options
         self.device = resolve_device(options.runtime.device)
-        folder = _folder(options.model)
-        self.config = _architecture(options.model, folder)
+        folder, self.config = find_model(options.model)
         self.dtype = resolve_dtype(options.model.dtype, self.config, self.device)
         self.tokenizer = _tokenizer(options.model, folder)
         self.block_size = options.runtime.block_size or FLASH_ATTENTION_PAGE
+        if folder is not None and options.model.load_format != "dummy":
+            read_ahead(folder)  # from disk, while the graphs are compiled
         self.compiled: CompiledModel | None = None
         self.runner: ModelRunner | ReferenceRunner
         if self.dtype == torch.float32 and self.device.type == "cuda":
@@ -85,8 +89,16 @@ class Engine:
                     f"compiler.stop_after={options.compiler.stop_after!r} leaves a graph that "
                     "cannot run; it is for inspecting dumps (compiler.dump_dir)"
                 )
+        start = time.perf_counter()
         self.weights = self._load_weights(folder)
+        seconds = {"weights": time.perf_counter() - start}
         self._build_runner()
+        if self.compiled is not None:
+            seconds = self.compiled.seconds | seconds
+        if isinstance(self.runner, ModelRunner) and self.device.type == "cuda":
+            builds = warm_up(self.runner, SLOT, block=1)
+            seconds[f"first run, {builds.count} kernels built"] = builds.seconds
+        logger.info("start: %s", ", ".join(f"{part} {s:.1f} s" for part, s in seconds.items()))
         for line in self.runner.warnings:
             logger.warning(line)
         known = self.config.eos_token_ids
@@ -96,11 +108,21 @@ class Engine:
         self._request_ids = itertools.count()
 
     def _load_weights(self, folder: Path | None) -> dict[str, torch.Tensor]:
+        """The weights by the graphs' names, each read into its place; plain in reference mode."""
         shapes = parameter_shapes(self.config)
+        storage: dict[str, torch.Tensor] | None = None
+        targets: dict[str, torch.Tensor] = {}
+        if self.compiled is not None:
+            specs = self.compiled.prefill.weights | self.compiled.decode.weights
+            held = {n: spec for n, spec in specs.items() if n not in constants(self.config)}
+            storage, targets = allocate(held, self.device)
         if self.options.model.load_format == "dummy":
-            return dummy_weights(shapes, self.dtype, self.device, self.options.model.seed)
-        assert folder is not None, "checked by ModelOptions"
-        return load_weights(folder, shapes, self.dtype, self.device)
+            seed = self.options.model.seed
+            plain = dummy_weights(shapes, self.dtype, self.device, seed, targets)
+        else:
+            assert folder is not None, "checked by ModelOptions"
+            plain = load_weights(folder, shapes, self.dtype, self.device, targets=targets)
+        return plain if storage is None else storage
 
     def _build_runner(self) -> None:
         buffers = {n: c.to(self.device) for n, c in constants(self.config).items()}
@@ -223,6 +245,16 @@ def resolve_state_dtype(options: RuntimeOptions, config: MiniQwenConfig) -> torc
     """`auto`: what the checkpoint asks for (`mamba_ssm_dtype`), else float32."""
     name = options.state_dtype
     return getattr(torch, (config.mamba_ssm_dtype or "float32") if name == "auto" else name)
+
+
+def find_model(options: ModelOptions) -> tuple[Path | None, MiniQwenConfig]:
+    """The checkpoint's folder, if the options name one that counts, and the architecture.
+
+    Raises:
+        UserError: there is no such folder or hub id, or its config is of another architecture.
+    """
+    folder = _folder(options)
+    return folder, _architecture(options, folder)
 
 
 def _folder(options: ModelOptions) -> Path | None:

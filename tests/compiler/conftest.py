@@ -62,6 +62,13 @@ def compiled(config: MiniQwenConfig) -> CompiledModel:
 
 
 @pytest.fixture(scope="session")
+def eager(config: MiniQwenConfig) -> CompiledModel:
+    """The tiny config in float32 after the mandatory passes; not to be changed."""
+    options = CompilerOptions(mode="eager")
+    return compile_model(config, torch.float32, options, block_size=BLOCK_SIZE)
+
+
+@pytest.fixture(scope="session")
 def half_compiled(config: MiniQwenConfig) -> CompiledModel:
     """The tiny config compiled in bfloat16; not to be changed."""
     return compile_model(config, torch.bfloat16, CompilerOptions(), block_size=BLOCK_SIZE)

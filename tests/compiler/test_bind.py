@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ from toy_graphs import CPU, Builder, aten, code, randn, toy
 
 import minivllm.ops.op as op_module
 from minivllm.compiler.bind import Executable, bind
-from minivllm.compiler.compile import CompiledModel
+from minivllm.compiler.compile import CompiledModel, compile_model
 from minivllm.compiler.graph import PHASES, Graph
+from minivllm.compiler.recipe import assemble
 from minivllm.compiler.verify import scenario
+from minivllm.config import CompilerOptions
 from minivllm.errors import UserError
 from minivllm.model.config import MiniQwenConfig
 from minivllm.model.miniqwen import constants
@@ -23,8 +26,14 @@ from minivllm.ops import OPS
 
 OPS_OF = {
     phase: {
-        f"causal_conv1d_{phase}",
-        f"gated_delta_rule_{phase}",
+        "rms_norm",
+        "add_rms_norm",
+        "gated_rms_norm",
+        "silu_mul",
+        "sigmoid_mul",
+        "qk_norm_rope",
+        f"causal_conv1d_{phase}_slots",
+        f"fused_gated_delta_rule_{phase}_slots",
         "paged_kv_write",
         f"paged_attention_{phase}",
     }
@@ -33,8 +42,10 @@ OPS_OF = {
 
 
 @pytest.fixture(scope="module")
-def weights(config: MiniQwenConfig) -> dict[str, Tensor]:
-    return dummy_weights(parameter_shapes(config), torch.float32, "cpu", 0) | constants(config)
+def weights(config: MiniQwenConfig, compiled: CompiledModel) -> dict[str, Tensor]:
+    """The weights of the compiled graphs, merged, and of the others as they are."""
+    plain = dummy_weights(parameter_shapes(config), torch.float32, "cpu", 0) | constants(config)
+    return plain | assemble(compiled.decode.weights, plain)
 
 
 def pools_of(graph: Graph) -> dict[str, Tensor]:
@@ -66,7 +77,7 @@ def test_weights_and_pools_are_shared_not_copied(
     graph = compiled.graphs[phase]
     pools = pools_of(graph)
     step = bind(graph, weights, pools, CPU, torch.float32)
-    given = {t.data_ptr() for t in (*weights.values(), *pools.values())}
+    given = {t.data_ptr() for t in (*(weights[n] for n in graph.weights), *pools.values())}
     held = {**dict(step.module.named_parameters()), **dict(step.module.named_buffers())}
     assert len(held) == len(graph.weights) + len(graph.states)
     assert {t.data_ptr() for t in held.values()} == given
@@ -121,15 +132,25 @@ def test_the_program_is_readable(compiled: CompiledModel, weights: dict[str, Ten
     step = bound(compiled, weights, "decode")
     assert type(step.module).__name__ == "decode_graph"
     assert "def forward(self, input_ids" in step.module.code
-    assert "self.layers_0_mixer_in_proj_qkv_weight" in step.module.code
+    assert "self.layers_0_mixer_conv1d_weight" in step.module.code
+    merged = "layers_0_mixer_in_proj_qkv_in_proj_b_in_proj_a_in_proj_z_weight"
+    assert re.search(rf"linear\.default\(\w+, {merged}\)", step.module.code)
 
 
-def test_forced_implementations(compiled: CompiledModel, weights: dict[str, Tensor]) -> None:
-    step = bound(compiled, weights, "decode", forced={"gated_delta_rule_decode": "torch"})
-    assert step.implementations["gated_delta_rule_decode"] == "torch"
+RULES = {"compiled": "fused_gated_delta_rule_{}_slots", "eager": "gated_delta_rule_{}"}
+
+
+@pytest.mark.parametrize("mode", RULES)
+def test_forced_implementations(
+    compiled: CompiledModel, eager: CompiledModel, weights: dict[str, Tensor], mode: str
+) -> None:
+    model = compiled if mode == "compiled" else eager
+    decode, prefill = (RULES[mode].format(phase) for phase in ("decode", "prefill"))
+    step = bound(model, weights, "decode", forced={decode: "torch"})
+    assert step.implementations[decode] == "torch"
     # of the other phase: fine, one option serves both graphs
-    step = bound(compiled, weights, "decode", forced={"gated_delta_rule_prefill": "torch"})
-    assert "gated_delta_rule_prefill" not in step.implementations
+    step = bound(model, weights, "decode", forced={prefill: "torch"})
+    assert prefill not in step.implementations
 
 
 def test_forcing_an_unknown_op(compiled: CompiledModel, weights: dict[str, Tensor]) -> None:
@@ -141,31 +162,64 @@ def test_forcing_an_unknown_op(compiled: CompiledModel, weights: dict[str, Tenso
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"), [("triton", "choose one of torch, fla"), ("fla", "runs on cuda only")]
+    ("mode", "name", "reason"),
+    [
+        ("eager", "triton", "choose one of torch, fla"),
+        ("eager", "fla", "runs on cuda only"),
+        ("compiled", "fla", "choose one of torch, triton"),
+        ("compiled", "triton", "runs on cuda only"),
+    ],
 )
 def test_forcing_what_cannot_be(
-    compiled: CompiledModel, weights: dict[str, Tensor], name: str, reason: str
+    compiled: CompiledModel,
+    eager: CompiledModel,
+    weights: dict[str, Tensor],
+    mode: str,
+    name: str,
+    reason: str,
 ) -> None:
-    with pytest.raises(UserError, match=rf"gated_delta_rule_decode='{name}'.*{reason}"):
-        bound(compiled, weights, "decode", forced={"gated_delta_rule_decode": name})
+    model, op = compiled if mode == "compiled" else eager, RULES[mode].format("decode")
+    with pytest.raises(UserError, match=rf"\.{op}='{name}'.*{reason}"):
+        bound(model, weights, "decode", forced={op: name})
+
+
+def for_cuda(graph: Graph) -> Executable:
+    """Binding for CUDA needs no GPU; only running would."""
+    weights = {n: torch.empty(w.shape, dtype=w.dtype) for n, w in graph.weights.items()}
+    return bind(graph, weights, pools_of(graph), torch.device("cuda"), torch.bfloat16)
 
 
 def test_a_warning_for_each_missing_package(
-    half_compiled: CompiledModel, monkeypatch: pytest.MonkeyPatch
+    config: MiniQwenConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Binding for CUDA needs no GPU; only running would."""
-    monkeypatch.setattr(op_module, "is_importable", lambda name: name == "fla")
-    graph = half_compiled.decode
-    weights = {n: torch.empty(w.shape, dtype=w.dtype) for n, w in graph.weights.items()}
-    step = bind(graph, weights, pools_of(graph), torch.device("cuda"), torch.bfloat16)
+    eager = compile_model(config, torch.bfloat16, CompilerOptions(mode="eager"))
+    monkeypatch.setattr(op_module, "is_importable", lambda name: name in ("fla", "triton"))
+    step = for_cuda(eager.decode)
     assert step.implementations == {
         "causal_conv1d_decode": "fla",
         "gated_delta_rule_decode": "fla",
-        "paged_kv_write": "torch",
+        "paged_kv_write": "triton",
         "paged_attention_decode": "torch",
     }
     (warning,) = step.warnings
     assert warning.startswith("paged_attention_decode: flash_attn needs the package flash_attn")
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_the_compiled_graph_for_cuda(
+    half_compiled: CompiledModel, monkeypatch: pytest.MonkeyPatch, phase: str
+) -> None:
+    """Our own kernels wherever there is one, the substitutes of those whose package is missing."""
+    monkeypatch.setattr(op_module, "is_importable", lambda name: True)
+    step = for_cuda(half_compiled.graphs[phase])
+    others = {"fused_gated_delta_rule_prefill_slots": "fla"} if phase == "prefill" else {}
+    others[f"paged_attention_{phase}"] = "flash_attn"
+    assert step.implementations == dict.fromkeys(OPS_OF[phase], "triton") | others
+    assert step.warnings == []
+    monkeypatch.setattr(op_module, "is_importable", lambda name: False)
+    step = for_cuda(half_compiled.graphs[phase])
+    assert step.implementations == dict.fromkeys(OPS_OF[phase], "torch")
+    assert len(step.warnings) == len(OPS_OF[phase])
 
 
 def test_a_missing_weight(source: Graph) -> None:

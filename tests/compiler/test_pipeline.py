@@ -25,15 +25,38 @@ def with_optional(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "PIPELINE", (PIPELINE[0], Optional(), *PIPELINE[1:]))
 
 
-@pytest.mark.parametrize("mode", ["eager", "compiled"])
-def test_the_order(mode: str) -> None:
-    assert names(mode, "prefill") == [
-        "canonicalize",
-        "select_logits",
-        "lower_mixers",
-        "lower_attention",
-    ]
-    assert names(mode, "decode") == ["canonicalize", "lower_mixers", "lower_attention"]
+LOWERING = ["select_logits", "lower_mixers", "lower_attention"]
+OPTIONAL = [
+    "fuse_norms",
+    "fuse_residual_add",
+    "merge_linears",
+    "fuse_silu_mul",
+    "fold_gate",
+    "fuse_qk_norm_rope",
+    "fuse_output_gate",
+    "inplace_state",
+]
+ORDER = ["canonicalize", *OPTIONAL[:-1], *LOWERING, "inplace_state"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "order"), [("eager", ["canonicalize", *LOWERING]), ("compiled", ORDER)]
+)
+def test_the_order(mode: str, order: list[str]) -> None:
+    assert names(mode, "prefill") == order
+    assert names(mode, "decode") == [n for n in order if n != "select_logits"]
+
+
+def test_a_pass_stands_behind_those_it_builds_on() -> None:
+    """And it must match fewer sites without them, or it would not say so."""
+    for index, graph_pass in enumerate(PIPELINE):
+        assert set(graph_pass.after) <= {p.name for p in PIPELINE[:index]}
+        assert not set(graph_pass.after) & {p.name for p in PIPELINE if p.mandatory}
+    assert {p.name: p.after for p in PIPELINE if p.after} == {
+        "fuse_residual_add": ("fuse_norms",),
+        "fuse_qk_norm_rope": ("fuse_norms",),
+        "inplace_state": ("fold_gate",),
+    }
 
 
 def test_names_are_unique_and_mutation_comes_last() -> None:
@@ -47,9 +70,18 @@ def test_names_are_unique_and_mutation_comes_last() -> None:
 @pytest.mark.usefixtures("with_optional")
 def test_eager_is_the_mandatory_passes() -> None:
     assert "fuse_something" not in names("eager", "decode")
-    assert names("compiled", "decode")[:3] == ["canonicalize", "fuse_something", "lower_mixers"]
+    assert names("compiled", "decode")[:3] == ["canonicalize", "fuse_something", "fuse_norms"]
     assert "fuse_something" not in names("compiled", "prefill")
-    assert names("eager", "decode") == names("compiled", "decode", disable=["fuse_something"])
+    assert names("eager", "decode") == names(
+        "compiled", "decode", disable=["fuse_something", *OPTIONAL]
+    )
+
+
+@pytest.mark.parametrize("name", OPTIONAL)
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_an_optional_pass_is_left_out_alone(name: str, phase: str) -> None:
+    everything = names("compiled", phase)
+    assert names("compiled", phase, disable=[name]) == [n for n in everything if n != name]
 
 
 @pytest.mark.usefixtures("with_optional")
@@ -71,7 +103,7 @@ def test_stop_after_a_pass_of_the_other_phase() -> None:
 
 
 def test_unknown_names() -> None:
-    listed = "canonicalize, select_logits, lower_mixers, lower_attention"
+    listed = ", ".join(ORDER)
     with pytest.raises(UserError) as error:
         select_passes("eager", "decode", disable=["fuse_norm"])
     assert str(error.value) == f"compiler.disable: no pass 'fuse_norm'; choose from {listed}"
@@ -87,11 +119,11 @@ def test_a_mandatory_pass_cannot_be_left_out(name: str, phase: str) -> None:
         select_passes("compiled", phase, disable=[name])
     assert str(error.value) == (
         f"compiler.disable: '{name}' is mandatory, no graph runs without it; "
-        "optional passes: none yet"
+        f"optional passes: {', '.join(OPTIONAL)}"
     )
 
 
 @pytest.mark.usefixtures("with_optional")
 def test_the_optional_passes_are_listed() -> None:
-    with pytest.raises(UserError, match=r"optional passes: fuse_something$"):
+    with pytest.raises(UserError, match=r"optional passes: fuse_something, fuse_norms, fuse_resi"):
         select_passes("compiled", "decode", disable=["fuse_something", "lower_mixers"])

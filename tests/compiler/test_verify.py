@@ -5,10 +5,12 @@ A wrong pass here is one line away from the right one, and a contract cannot see
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
 import torch
+from torch.fx import Node
 from toy_graphs import aten, tiny_config
 
 from minivllm.compiler.compile import compile_model
@@ -188,7 +190,7 @@ EVERYWHERE = (
     lengths_without_this_step,
     gather_from_row,
 )
-CASES = [
+EAGER = [
     *(("decode", r) for r in EVERYWHERE),
     ("decode", scatter_to("conv")),
     ("decode", scatter_to("recurrent")),
@@ -204,14 +206,157 @@ CASES = [
 ]
 
 
+def one(graph: Graph, op: str) -> Node:
+    """The first call of one of our ops."""
+    return graph.nodes(OPS[op].overload)[0]
+
+
+def swap(op: str, i: int, j: int) -> Rewrite:
+    """Two arguments of an op in the wrong order."""
+
+    def rewrite(graph: Graph) -> None:
+        node = one(graph, op)
+        args = list(node.args)
+        args[i], args[j] = args[j], args[i]
+        node.args = tuple(args)
+
+    rewrite.__name__ = f"{op}_{i}_{j}"
+    return rewrite
+
+
+def literal(op: str, i: int, value: float | bool) -> Rewrite:
+    """Another constant in an op's arguments."""
+
+    def rewrite(graph: Graph) -> None:
+        node = one(graph, op)
+        node.args = (*node.args[:i], value, *node.args[i + 1 :])
+
+    rewrite.__name__ = f"{op}_{i}_is_{value}"
+    return rewrite
+
+
+def sum_and_norm_swapped(graph: Graph) -> None:
+    for part in list(one(graph, "add_rms_norm").users):
+        part.args = (part.args[0], 1 - part.args[1])
+
+
+def slices_swapped(graph: Graph) -> None:
+    """The parts of a merged linear go to each other's readers."""
+    split = next(
+        n
+        for n in graph.nodes(aten.split_with_sizes.default)
+        if "gate_proj+up_proj" in str(n.args[0].args[1].target)
+    )
+    for part in list(split.users):
+        part.args = (split, 1 - part.args[1])
+
+
+def recipe(first: str, second: str) -> Rewrite:
+    """Two tensors of one size in each other's rows of a merged weight."""
+    other = {first: second, second: first}
+
+    def rewrite(graph: Graph) -> None:
+        for weight, spec in list(graph.weights.items()):
+            parts = []
+            for part in spec.parts:
+                module, name, leaf = part.name.rsplit(".", 2)
+                renamed = f"{module}.{other.get(name, name)}.{leaf}"
+                parts.append(dataclasses.replace(part, name=renamed))
+            graph.weights[weight] = dataclasses.replace(spec, parts=tuple(parts))
+
+    rewrite.__name__ = f"recipe_{first}_{second}"
+    return rewrite
+
+
+def rows_off_by_one(graph: Graph) -> None:
+    """A recipe in which the keys start a row too early."""
+    name = next(n for n in graph.weights if "q_proj+k_proj" in n)
+    spec = graph.weights[name]
+    q, k, v = spec.parts
+    early = dataclasses.replace(k, start=k.start - 1)
+    graph.weights[name] = dataclasses.replace(spec, parts=(q, early, v))
+
+
+def slots_rolled(op: str) -> Rewrite:
+    """The op reads and writes the slots of the sequence before."""
+
+    def rewrite(graph: Graph) -> None:
+        node = one(graph, f"{op}_{graph.phase}_slots")
+        slots = graph.input("state_slots")
+        # another sequence's slot in the second step only: in the first all start from nothing
+        kept = graph.call(aten.roll.default, slots, [1], [0], like=node)
+        computed = graph.input("num_computed_tokens")
+        mixed = graph.call(
+            aten.where.self, graph.call(aten.gt.Scalar, computed, 0, like=node), kept, slots,
+            like=node,
+        )  # fmt: skip
+        node.args = tuple(mixed if a is slots else a for a in node.args)
+
+    rewrite.__name__ = f"slots_rolled_{op}"
+    return rewrite
+
+
+def never_started(op: str) -> Rewrite:
+    """All sequences are taken for ones that continue: they read what their slot held."""
+
+    def rewrite(graph: Graph) -> None:
+        node = one(graph, f"{op}_prefill_slots")
+        computed = graph.input("num_computed_tokens")
+        more = graph.call(aten.ones_like.default, computed, like=node)
+        node.args = tuple(more if a is computed else a for a in node.args)
+
+    rewrite.__name__ = f"never_started_{op}"
+    return rewrite
+
+
+def always_started(op: str) -> Rewrite:
+    def rewrite(graph: Graph) -> None:
+        node = one(graph, f"{op}_prefill_slots")
+        computed = graph.input("num_computed_tokens")
+        none = graph.call(aten.zeros_like.default, computed, like=node)
+        node.args = tuple(none if a is computed else a for a in node.args)
+
+    rewrite.__name__ = f"always_started_{op}"
+    return rewrite
+
+
+MIXERS = ("causal_conv1d", "fused_gated_delta_rule")
+COMPILED = [
+    ("decode", literal("rms_norm", 3, 0.0)),
+    ("decode", literal("rms_norm", 2, 0.1)),
+    ("decode", literal("add_rms_norm", 4, 0.0)),
+    ("decode", sum_and_norm_swapped),
+    ("decode", swap("gated_rms_norm", 0, 1)),
+    ("decode", swap("silu_mul", 0, 1)),
+    ("decode", swap("sigmoid_mul", 0, 1)),
+    ("decode", swap("qk_norm_rope", 2, 3)),
+    ("decode", swap("fused_gated_delta_rule_decode_slots", 0, 1)),
+    ("decode", swap("fused_gated_delta_rule_decode_slots", 3, 4)),
+    ("decode", swap("fused_gated_delta_rule_decode_slots", 5, 6)),
+    ("decode", slices_swapped),
+    ("decode", recipe("k_proj", "v_proj")),
+    ("decode", recipe("in_proj_a", "in_proj_b")),
+    ("decode", rows_off_by_one),
+    ("decode", keys_and_values_swapped),
+    ("decode", keys_written_behind_the_read),
+    ("prefill", swap("silu_mul", 0, 1)),
+    ("prefill", first_rows),
+    *(("prefill", wrong(op)) for op in MIXERS
+      for wrong in (slots_rolled, never_started, always_started)),
+]  # fmt: skip
+CASES = [("eager", *case) for case in EAGER] + [("compiled", *case) for case in COMPILED]
+
+
 @pytest.mark.parametrize(
-    ("phase", "rewrite"), CASES, ids=[f"{p}-{r.__name__}-{i}" for i, (p, r) in enumerate(CASES)]
+    ("mode", "phase", "rewrite"),
+    CASES,
+    ids=[f"{m}-{p}-{r.__name__}-{i}" for i, (m, p, r) in enumerate(CASES)],
 )
 def test_a_wrong_pass_is_caught_and_named(
-    verifier: Verifier, context: PassContext, phase: str, rewrite: Rewrite
+    verifier: Verifier, context: PassContext, mode: str, phase: str, rewrite: Rewrite
 ) -> None:
     graph = verifier.source.clone(phase)
-    run_passes(graph, select_passes("compiled", phase), context)
+    run_passes(graph, select_passes(mode, phase), context)
 
     def observe(graph: Graph, stage: str) -> None:
         if stage != "source":
@@ -224,13 +369,24 @@ def test_a_wrong_pass_is_caught_and_named(
 
 
 @pytest.mark.parametrize(
-    "rewrite", [plain_norm_weight, swapped_gate, keys_written_behind_the_read, scatter_to("conv")]
+    ("mode", "rewrite"),
+    [
+        ("eager", plain_norm_weight),
+        ("eager", swapped_gate),
+        ("eager", keys_written_behind_the_read),
+        ("eager", scatter_to("conv")),
+        ("compiled", literal("rms_norm", 3, 0.0)),
+        ("compiled", swap("silu_mul", 0, 1)),
+        ("compiled", recipe("k_proj", "v_proj")),
+        ("compiled", sum_and_norm_swapped),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
 )
 def test_a_wrong_pass_is_caught_in_bfloat16(
-    half_verifier: Verifier, context: PassContext, rewrite: Rewrite
+    half_verifier: Verifier, context: PassContext, mode: str, rewrite: Rewrite
 ) -> None:
     graph = half_verifier.source.clone("decode")
-    run_passes(graph, select_passes("compiled", "decode"), context)
+    run_passes(graph, select_passes(mode, "decode"), context)
     rewrite(graph)
     with pytest.raises(VerificationError, match=r"the logits differ .*torch\.bfloat16"):
         half_verifier.check_stage(graph, "wrong")
@@ -239,14 +395,16 @@ def test_a_wrong_pass_is_caught_in_bfloat16(
 def test_the_first_wrong_pass_is_named_with_those_before(
     verifier: Verifier, context: PassContext
 ) -> None:
-    first, *rest = select_passes("compiled", "decode")
-    passes = [first, Wrong(plain_norm_weight), *rest]
-    passes[1].mutates = False
-    with pytest.raises(CompileError) as error:
-        run_passes(verifier.source.clone("decode"), passes, context, [verifier.check_stage])
-    message = str(error.value)
-    assert message.startswith("pass wrong on the decode graph: ")
-    assert message.endswith("(passes before it: canonicalize)")
+    for place, rewrite in ((1, plain_norm_weight), (3, sum_and_norm_swapped)):
+        passes = select_passes("compiled", "decode")
+        before = ", ".join(p.name for p in passes[:place])
+        passes.insert(place, Wrong(rewrite))
+        passes[place].mutates = False
+        with pytest.raises(CompileError) as error:
+            run_passes(verifier.source.clone("decode"), passes, context, [verifier.check_stage])
+        message = str(error.value)
+        assert message.startswith("pass wrong on the decode graph: ")
+        assert message.endswith(f"(passes before it: {before})")
 
 
 def test_the_option(config: MiniQwenConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,4 +469,4 @@ def test_other_architectures(changes: dict) -> None:
     for phase in PHASES:
         graph = verifier.source.clone(phase)
         run_passes(graph, select_passes("compiled", phase), context)
-        verifier.check_stage(graph, "lower_attention")
+        verifier.check_stage(graph, "inplace_state")

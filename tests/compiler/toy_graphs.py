@@ -1,6 +1,7 @@
-"""Small configs and hand-made graphs for the tests of the compiler.
+"""Small configs, hand-made graphs and traced modules for the tests of the compiler.
 
 config = tiny_config(); graph = toy(source, lambda b: b.call(aten.relu.default, b.hidden()))
+graph = traced(LlamaRMSNorm(8), torch.bfloat16)
 """
 
 from __future__ import annotations
@@ -9,13 +10,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.fx import Node
 
 from minivllm.compiler.bind import bind
 from minivllm.compiler.graph import Graph, StateSpec, WeightSpec
 from minivllm.compiler.passes.base import GraphPass, PassContext
+from minivllm.compiler.passes.canonicalize import canonicalize
+from minivllm.compiler.recipe import assemble
 from minivllm.compiler.runner import run_passes
+from minivllm.compiler.trace import _meta
 from minivllm.model.config import MiniQwenConfig
 from minivllm.ops.fla import chunk_metadata
 
@@ -68,9 +72,9 @@ class Builder:
         self.anchor.meta["module"] = module
         return self.graph.call(target, *args, like=self.anchor, **kwargs)
 
-    def hidden(self, width: int = 8) -> Node:
+    def hidden(self, width: int = 8, dtype: torch.dtype = torch.float32) -> Node:
         """`[tokens, width]`, from the token ids."""
-        table = self.weight("embed_tokens.weight", 61, width)
+        table = self.weight("embed_tokens.weight", 61, width, dtype=dtype)
         return self.call(aten.embedding.default, table, self.input("input_ids"), module="")
 
 
@@ -83,6 +87,75 @@ def toy(source: Graph, body: Callable[[Builder], Node], phase: str = "prefill") 
     anchor.args = (body(Builder(graph, anchor)),)
     anchor.meta = {}
     return graph
+
+
+class _Embedded(nn.Module):
+    """A module that reads an embedding of the token ids, and their positions if it takes them."""
+
+    def __init__(self, body: nn.Module, width: int, positions: bool) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(61, width)
+        self.body = body
+        self.positions = positions
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        x = self.embed_tokens(input_ids)
+        return self.body(x, positions) if self.positions else self.body(x)
+
+
+def traced(
+    body: nn.Module, dtype: torch.dtype, width: int = 8, *, positions: bool = False
+) -> tuple[Graph, dict[str, Tensor]]:
+    """A module behind an embedding, by the model's front end, and its weights, which are random.
+
+    Args:
+        positions: whether `body` takes the tokens' positions as well.
+
+    Returns:
+        the graph behind canonicalize, and random weights by name in `dtype`; those called
+        `inv_freq` stay as they are.
+    """
+    module = _Embedded(body, width, positions)
+    weights = {}
+    for i, (name, value) in enumerate(module.state_dict(keep_vars=True).items()):
+        if not name.endswith("inv_freq"):
+            value.data = (0.3 * randn(*value.shape, seed=i) + 0.4).to(dtype)
+        weights[name] = value.detach().clone()
+    for name, value in module.named_buffers():
+        weights[name] = value.clone()
+    ids = torch.zeros(8, dtype=torch.int64, device="meta")
+    tokens = {0: torch.export.Dim("tokens")}
+    exported = torch.export.export(
+        module.to("meta"), (ids, ids.clone()), dynamic_shapes=(tokens, tokens)
+    )
+    lifted = exported.graph_signature
+    names = lifted.inputs_to_parameters | lifted.inputs_to_buffers
+    graph = Graph(fx.Graph(), "prefill", {}, None)  # type: ignore[arg-type]
+    mapping: dict[Node, Node] = {}
+    for node in exported.graph.nodes:
+        if node.op == "placeholder":
+            name, value = names.get(node.name, node.name), node.meta["val"]
+            if node.name in names:
+                graph.weights[name] = WeightSpec(tuple(value.shape), value.dtype)
+                mapping[node] = graph.fx.create_node("get_attr", name, name=name.replace(".", "_"))
+            else:
+                graph.symbols["tokens"] = value.shape[0]
+                graph.fake_mode = value.fake_mode
+                mapping[node] = graph.fx.placeholder(name)
+        elif node.op == "call_function":
+            mapping[node] = graph.fx.node_copy(node, lambda n: mapping[n])
+        else:
+            graph.fx.output(mapping[node.args[0][0]])
+            break
+        mapping[node].meta = _meta(node)
+    # inputs first, as in the model's graphs
+    for node in reversed([n for n in graph.fx.nodes if n.op == "placeholder"]):
+        if not node.users:
+            graph.fx.erase_node(node)
+        else:
+            next(iter(graph.fx.nodes)).prepend(node)
+    canonicalize(graph)
+    return graph, weights
 
 
 def apply(graph: Graph, graph_pass: GraphPass, context: PassContext) -> int:
@@ -99,8 +172,10 @@ def evaluate(
     weights: Mapping[str, Tensor] | None = None,
     states: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
-    """The graph's output for float32 weights and states."""
-    return bind(graph, weights or {}, states or {}, CPU, torch.float32)(**inputs)
+    """The graph's output, for weights by the names of the model's state_dict."""
+    needed = {p.name for n, s in graph.weights.items() for p in s.parts} | set(graph.weights)
+    given = {n: w for n, w in (weights or {}).items() if n in needed}
+    return bind(graph, assemble(graph.weights, given), states or {}, CPU, torch.float32)(**inputs)
 
 
 def code(graph: Graph) -> str:

@@ -27,11 +27,13 @@ class PassContext:
         config: the architecture.
         state_dtype: of the recurrent states.
         block_size: tokens in a KV block.
+        disabled: names of passes that were left out; those that build on them may find less.
     """
 
     config: MiniQwenConfig
     state_dtype: torch.dtype
     block_size: int
+    disabled: frozenset[str] = frozenset()
 
 
 class GraphPass:

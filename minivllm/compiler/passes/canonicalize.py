@@ -75,7 +75,9 @@ def respell(graph: Graph, node: Node) -> Node:
         new = graph.call(aten.pow.Tensor_Scalar, x, 2, like=node)
     else:
         return node
-    graph.replace(node, new)
+    # its sources stay for now, even without readers: an equal call further down may need them
+    node.replace_all_uses_with(new)
+    graph.fx.erase_node(node)
     return new
 
 

@@ -48,7 +48,6 @@ class LowerMixers(GraphPass):
             *(
                 self._lower_delta_rule(graph, n, context)
                 for name in ("gated_delta_rule", "fused_gated_delta_rule")
-                if name in OPS
                 for n in graph.nodes(OPS[name].overload)
             ),
         ]
@@ -66,7 +65,7 @@ class LowerMixers(GraphPass):
         _, heads, value_dim = v.meta["val"].shape
         shape = (heads, value_dim, q.meta["val"].shape[-1])
         spec = StateSpec("slot", shape, context.state_dtype)
-        folded = "fused" in str(node.target)
+        folded = node.target is OPS["fused_gated_delta_rule"].overload
         op = "fused_gated_delta_rule" if folded else "gated_delta_rule"
         return _lower(graph, node, op, "recurrent", spec)
 

@@ -271,6 +271,23 @@ def test_a_product_of_two_things_is_no_square(source: Graph, context: PassContex
     assert code(graph) == before
 
 
+def test_what_only_a_respelled_call_read_may_be_needed_again(
+    source: Graph, context: PassContext
+) -> None:
+    """The first relu loses its only reader; the second one, equal to it, must not vanish too."""
+
+    def body(b: Builder) -> Node:
+        x = b.hidden()
+        y = b.call(aten.type_as.default, b.call(aten.neg.default, x), b.call(aten.relu.default, x))
+        return b.call(aten.add.Tensor, y, b.call(aten.relu.default, x))
+
+    graph = toy(source, body)
+    expected = evaluate(graph, {"input_ids": IDS}, TABLE)
+    apply(graph, Canonicalize(), context)
+    assert sorted(targets(graph)) == ["aten.add.Tensor", "aten.embedding", "aten.neg", "aten.relu"]
+    assert torch.equal(evaluate(graph, {"input_ids": IDS}, TABLE), expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_type_as_is_a_cast(source: Graph, context: PassContext, dtype: torch.dtype) -> None:
     """And a cast to the type that is there already is none."""

@@ -1,0 +1,119 @@
+"""fuse_norms: the arithmetic of a norm becomes one op.
+
+    %x32 = to(%x, float32)                       %y = rms_norm(%x, %w, eps, 1.0, False)
+    %p = pow(%x32, 2)
+    %m = mean(%p, [-1], True)
+    %a = add(%m, eps)                      ->
+    %r = rsqrt(%a)
+    %n = mul(%x32, %r)
+    %w1 = add(to(%w, float32), 1.0)
+    %y = to(mul(%n, %w1), bfloat16)
+
+Three places of the weight are known: `1 + w` in float32 (Qwen3.5, Gemma), `w` in float32, and
+`w` behind the cast (Llama). A gated norm (`w` behind the cast, times `silu(gate)`) contains the
+last of them, so it is looked for first.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from minivllm.compiler.graph import Graph
+from minivllm.compiler.passes.base import GraphPass, PassContext
+from minivllm.compiler.pattern import Match, Pattern, find
+from minivllm.model.miniqwen import GatedRMSNorm, RMSNorm
+from minivllm.ops import OPS
+
+
+def one_plus_weight(x: Tensor, w: Tensor, eps: float) -> Tensor:
+    """Qwen3.5 and Gemma: the model's own."""
+    return RMSNorm.forward(SimpleNamespace(weight=w, eps=eps), x)  # type: ignore[arg-type]
+
+
+def plain_weight(x: Tensor, w: Tensor, eps: float) -> Tensor:
+    """The weight is w, applied in float32."""
+    x32 = x.float()
+    x32 = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)
+    return (x32 * w.float()).to(x.dtype)
+
+
+def weight_behind_the_cast(x: Tensor, w: Tensor, eps: float) -> Tensor:
+    """Llama: normalised, cast, then times w."""
+    x32 = x.float()
+    x32 = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)
+    return w * x32.to(x.dtype)
+
+
+def gated(x: Tensor, gate: Tensor, w: Tensor, eps: float) -> Tensor:
+    """The norm of Gated DeltaNet: the model's own."""
+    norm = SimpleNamespace(weight=w, eps=eps)
+    return GatedRMSNorm.forward(norm, x, gate)  # type: ignore[arg-type]
+
+
+# function, offset, cast_first
+VARIANTS = (
+    (one_plus_weight, 1.0, False),
+    (plain_weight, 0.0, False),
+    (weight_behind_the_cast, 0.0, True),
+)
+
+
+@functools.cache
+def _patterns(dtype: torch.dtype) -> tuple[Pattern, list[tuple[Pattern, float, bool]]]:
+    x, w = ((2, 8), dtype), ((8,), dtype)
+    norms = [
+        (Pattern(function, {"x": x, "w": w}, ("eps",)), offset, cast_first)
+        for function, offset, cast_first in VARIANTS
+    ]
+    return Pattern(gated, {"x": x, "gate": x, "w": w}, ("eps",)), norms
+
+
+class FuseNorms(GraphPass):
+    """Fold every RMSNorm and gated RMSNorm into an op."""
+
+    name = "fuse_norms"
+
+    def expected(self, phase: str, context: PassContext) -> list[str]:
+        config = context.config
+        layers = [f"layers.{i}" for i in range(config.num_hidden_layers)]
+        norms = [f"{p}.{n}_layernorm" for p in layers for n in ("input", "post_attention")]
+        heads = [f"layers.{i}.mixer.{n}_norm" for i in config.attention_layers for n in "qk"]
+        gates = [f"layers.{i}.mixer.norm" for i in config.linear_layers]
+        return [*norms, *heads, *gates, "norm"]
+
+    def run(self, graph: Graph, context: PassContext) -> list[str]:
+        gated_norm, norms = _patterns(graph.dtype)
+        sites = []
+        for m in find(graph, gated_norm):
+            if not _is_weight(m) or _shape(m["gate"]) != _shape(m["x"]):
+                continue
+            new = graph.call(
+                OPS["gated_rms_norm"].overload, m["x"], m["gate"], m["w"], m["eps"], like=m.node
+            )
+            sites.append(m.node.meta["module"])
+            graph.replace(m.node, new)
+        for pattern, offset, cast_first in norms:
+            for m in find(graph, pattern):
+                if not _is_weight(m):
+                    continue
+                arguments = m["x"], m["w"], m["eps"], offset, cast_first
+                new = graph.call(OPS["rms_norm"].overload, *arguments, like=m.node)
+                sites.append(m.node.meta["module"])
+                graph.replace(m.node, new)
+        return sites
+
+
+def _is_weight(m: Match) -> bool:
+    """Whether w is a vector along x's last dim: what is one value a token is no weight."""
+    return _shape(m["w"]) == _shape(m["x"])[-1:]
+
+
+def _shape(node: Node) -> torch.Size:
+    shape = node.meta["val"].shape
+    assert isinstance(shape, torch.Size)
+    return shape

@@ -1,0 +1,48 @@
+"""fuse_output_gate: the gate behind attention.
+
+%s = sigmoid(%gate)            %y = sigmoid_mul(%o, %gate)
+%y = mul(%o, %s)         ->
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from minivllm.compiler.graph import Graph
+from minivllm.compiler.passes.base import GraphPass, PassContext
+from minivllm.compiler.pattern import Pattern, find
+from minivllm.ops import OPS
+
+
+def output_gate(o: Tensor, gate: Tensor) -> Tensor:
+    """As in `model.miniqwen.GatedAttention`."""
+    return o * gate.sigmoid()
+
+
+@functools.cache
+def _pattern(dtype: torch.dtype) -> Pattern:
+    heads = ((2, 2, 8), dtype)
+    return Pattern(output_gate, {"o": heads, "gate": heads})
+
+
+class FuseOutputGate(GraphPass):
+    """Fold `o * sigmoid(gate)` into an op."""
+
+    name = "fuse_output_gate"
+
+    def expected(self, phase: str, context: PassContext) -> list[str]:
+        return [f"layers.{i}.mixer" for i in context.config.attention_layers]
+
+    def run(self, graph: Graph, context: PassContext) -> list[str]:
+        sites = []
+        for m in find(graph, _pattern(graph.dtype)):
+            o, gate = (m[name].meta["val"].shape for name in ("o", "gate"))
+            if len(o) != 3 or o != gate:  # a broadcast
+                continue
+            new = graph.call(OPS["sigmoid_mul"].overload, m["o"], m["gate"], like=m.node)
+            sites.append(m.node.meta["module"])
+            graph.replace(m.node, new)
+        return sites

@@ -1,0 +1,49 @@
+"""fuse_silu_mul: the activation of SwiGLU.
+
+%s = silu(%gate)               %y = silu_mul(%gate, %up)
+%y = mul(%s, %up)        ->
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minivllm.compiler.graph import Graph
+from minivllm.compiler.passes.base import GraphPass, PassContext
+from minivllm.compiler.pattern import Pattern, find
+from minivllm.ops import OPS
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """As in `model.miniqwen.MLP`."""
+    return F.silu(gate) * up
+
+
+@functools.cache
+def _pattern(dtype: torch.dtype) -> Pattern:
+    row = ((2, 8), dtype)
+    return Pattern(swiglu, {"gate": row, "up": row})
+
+
+class FuseSiluMul(GraphPass):
+    """Fold `silu(gate) * up` into an op."""
+
+    name = "fuse_silu_mul"
+
+    def expected(self, phase: str, context: PassContext) -> list[str]:
+        return [f"layers.{i}.mlp" for i in range(context.config.num_hidden_layers)]
+
+    def run(self, graph: Graph, context: PassContext) -> list[str]:
+        sites = []
+        for m in find(graph, _pattern(graph.dtype)):
+            gate, up = (m[name].meta["val"].shape for name in ("gate", "up"))
+            if len(gate) != 2 or gate != up:  # a gated norm's tail by heads, or a broadcast
+                continue
+            new = graph.call(OPS["silu_mul"].overload, m["gate"], m["up"], like=m.node)
+            sites.append(m.node.meta["module"])
+            graph.replace(m.node, new)
+        return sites

@@ -1,0 +1,80 @@
+"""merge_linears: projections of the same input become one, with a merged weight.
+
+    %q = linear(%h, q_proj.weight)         %all = linear(%h, q_proj+k_proj+v_proj.weight)
+    %k = linear(%h, k_proj.weight)   ->    %q, %k, %v = split_with_sizes(%all, ..., -1)
+    %v = linear(%h, v_proj.weight)
+
+The merged weight is a recipe (which rows hold which tensor) that the loader executes, so there
+is never a second copy. Each part starts at a multiple of 16 bytes of the output row, so that
+kernels can load the slices in wide words; the rows between are zero.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+
+import torch
+from torch.fx import Node
+
+from minivllm.compiler.graph import Graph, WeightPart, WeightSpec
+from minivllm.compiler.passes.base import GraphPass, PassContext
+
+aten = torch.ops.aten
+
+ALIGNMENT = 16  # bytes
+
+
+class MergeLinears(GraphPass):
+    """Merge the linears of one module that read the same value."""
+
+    name = "merge_linears"
+
+    def expected(self, phase: str, context: PassContext) -> list[str]:
+        layers = range(context.config.num_hidden_layers)
+        return [f"layers.{i}.{part}" for i in layers for part in ("mixer", "mlp")]
+
+    def run(self, graph: Graph, context: PassContext) -> list[str]:
+        groups: defaultdict[tuple[Node, str, int], list[Node]] = defaultdict(list)
+        for node in graph.nodes(aten.linear.default):
+            x, weight, *bias = node.args
+            # a weight that is read elsewhere, too, would be held twice
+            if all(
+                isinstance(w, Node) and w.target in graph.weights and len(w.users) == 1
+                for w in (weight, *bias)
+            ):
+                module = node.meta["module"].rpartition(".")[0]
+                groups[x, module, len(bias)].append(node)  # type: ignore[index]
+        merged = {key: nodes for key, nodes in groups.items() if len(nodes) > 1}
+        for (_, module, _), nodes in merged.items():
+            _merge(graph, module, nodes)
+        return [module for _, module, _ in merged]
+
+
+def _merge(graph: Graph, module: str, nodes: list[Node]) -> None:
+    first = nodes[0]
+    x = first.args[0]
+    itemsize = first.meta["val"].dtype.itemsize
+    step = max(ALIGNMENT // itemsize, 1)
+    widths = [node.meta["val"].shape[-1] for node in nodes]
+    padded = [-(-width // step) * step for width in widths]
+    starts = [sum(padded[:i]) for i in range(len(nodes))]
+    leaves = []
+    for position in range(1, len(first.args)):
+        parts = [node.args[position] for node in nodes]
+        names = [str(p.target) for p in parts if isinstance(p, Node)]
+        spec = graph.weights[names[0]]
+        recipe = tuple(map(WeightPart, names, starts, widths))
+        suffix = names[0].rpartition(".")[2]
+        short = "+".join(name.split(".")[-2] for name in names)
+        merged = WeightSpec((sum(padded), *spec.shape[1:]), spec.dtype, recipe)
+        leaves.append(graph.weight(f"{module}.{short}.{suffix}", merged))
+    whole = graph.call(aten.linear.default, x, *leaves, like=first)
+    whole.meta["module"] = module
+    gaps = [full - width for width, full in zip(widths, padded, strict=True)]
+    sizes = [s for pair in zip(widths, gaps, strict=True) for s in pair if s > 0]
+    split = graph.call(aten.split_with_sizes.default, whole, sizes, -1, like=first)
+    indices = [i + sum(gap > 0 for gap in gaps[:i]) for i in range(len(nodes))]
+    slices = [graph.call(operator.getitem, split, i, like=first) for i in indices]
+    for node, slice_ in zip(nodes, slices, strict=True):
+        graph.replace(node, slice_)

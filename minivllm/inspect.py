@@ -1,0 +1,82 @@
+"""Compiles a model without weights or GPU and shows what each pass did.
+
+Owns the table it prints. Does not own the passes, the dumps (`compiler.dump_dir`) or the command
+line's grammar (`run`).
+
+    python -m minivllm.inspect +model=miniqwen08b compiler.dump_dir=dump
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minivllm.compiler.compile import CompiledModel, compile_model
+from minivllm.compiler.cost import CostTable
+from minivllm.compiler.graph import PHASES
+from minivllm.config import ModelOptions
+from minivllm.model.config import MiniQwenConfig
+from minivllm.ops.attention import FLASH_ATTENTION_PAGE
+from minivllm.run import engine_config, main
+from minivllm.runtime.engine import find_model, resolve_state_dtype
+
+CONTEXT = 256  # tokens of KV cache that a sequence of the table attends to
+SIZES = {"prefill": 512, "decode": 1}  # tokens of the one sequence of the table's step
+
+
+def inspect(settings: dict[str, Any]) -> None:
+    """Compile the model of a composed config and print a table for each phase.
+
+    Raises:
+        UserError: something wrong in the config or the model's files.
+    """
+    config = engine_config(settings)
+    architecture = _architecture(config.model)
+    name = config.model.dtype
+    dtype = getattr(torch, (architecture.dtype or "bfloat16") if name == "auto" else name)
+    tables = {phase: CostTable({"tokens": SIZES[phase]}, CONTEXT) for phase in PHASES}
+    compiled = compile_model(
+        architecture,
+        dtype,
+        config.compiler,
+        state_dtype=resolve_state_dtype(config.runtime, architecture),
+        block_size=config.runtime.block_size or FLASH_ATTENTION_PAGE,
+        observers=[lambda graph, stage: tables[graph.phase].observe(graph, stage)],
+    )
+    for phase in PHASES:
+        tokens = SIZES[phase]
+        print(f"\n{phase}, {tokens} token{'s' * (tokens > 1)}, {CONTEXT} of context, {dtype}:\n")
+        print(_table(compiled, phase, tables[phase]))
+    seconds = ", ".join(f"{part} {s:.1f} s" for part, s in compiled.seconds.items())
+    print(f"\ncompiled: {seconds}")
+
+
+def _architecture(options: ModelOptions) -> MiniQwenConfig:
+    """From a folder that is there, else from the options themselves: weights are not needed."""
+    if options.path is None or not Path(options.path).is_dir():
+        options = dataclasses.replace(options, load_format="dummy")
+    return find_model(options)[1]
+
+
+def _table(compiled: CompiledModel, phase: str, costs: CostTable) -> str:
+    """A row a pass, in Markdown: sites, milliseconds, calls, launches, bytes after it."""
+    reports = {r.name: r for r in compiled.reports if r.phase == phase}
+    lines = [
+        "| pass | sites | ms | calls | launches | MB a step |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for stage in costs.stages[phase]:
+        report = reports.get(stage.name)
+        done = "" if report is None else str(report.matches)
+        time = "" if report is None else f"{report.seconds * 1000:.0f}"
+        cost = f"{stage.calls} | {stage.cost.launches} | {stage.cost.bytes / 1e6:,.1f}"
+        lines.append(f"| {stage.name} | {done} | {time} | {cost} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main(action=inspect))

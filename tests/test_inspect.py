@@ -1,0 +1,62 @@
+"""`python -m minivllm.inspect`: a model compiled without weights, and its table."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from minivllm.inspect import inspect
+from minivllm.run import main
+
+
+def rows(text: str) -> dict[str, list[str]]:
+    """The last table's rows by their first cell."""
+    table = text[text.rindex("| pass |") :]
+    lines = [line for line in table.splitlines() if line.startswith("|")][2:]
+    return {
+        cells[0]: cells[1:] for cells in ([c.strip() for c in x.split("|")[1:-1]] for x in lines)
+    }
+
+
+def test_the_decode_step_of_the_08b(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["+model=miniqwen08b", f"compiler.dump_dir={tmp_path}"], inspect) == 0
+    decode = rows(capsys.readouterr().out)
+    assert next(iter(decode)) == "source" and list(decode)[-1] == "inplace_state"
+    launches = [int(cells[3]) for cells in decode.values()]
+    # 97 linears, 49 norms and their additions, 18 gated norms, 24 SwiGLUs, 36 state ops,
+    # 6 of each of the four of attention, the embedding
+    assert launches[-1] == 97 + 49 + 18 + 24 + 36 + 4 * 6 + 1 == 249
+    sites = {name: cells[0] for name, cells in decode.items()}
+    assert sites["fuse_norms"] == "79" and sites["inplace_state"] == "36"
+    # weights once (1,504.8 MB), 18 states in and out (19.76 MB each way), 256 tokens of KV
+    megabytes = float(decode["inplace_state"][4].replace(",", ""))
+    assert 1504.8 + 2 * 19.76 + 3.1 < megabytes < 1.005 * (1504.8 + 2 * 19.76 + 3.1)
+    assert len(list((tmp_path / "decode").glob("*.txt"))) == len(decode)
+
+
+def test_eager_and_disabled_passes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["+model=tiny", "compiler.mode=eager"], inspect) == 0
+    assert list(rows(capsys.readouterr().out)) == [
+        "source",
+        "canonicalize",
+        "lower_mixers",
+        "lower_attention",
+    ]
+    assert main(["+model=tiny", "compiler.disable=[fold_gate]"], inspect) == 0
+    assert "fold_gate" not in rows(capsys.readouterr().out)
+
+
+def test_stop_after_is_for_inspection(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["+model=tiny", "compiler.stop_after=fuse_norms"], inspect) == 0
+    assert list(rows(capsys.readouterr().out))[-1] == "fuse_norms"
+    assert main(["+model=tiny", "compiler.stop_after=fuse_normz"], inspect) == 2
+    error = capsys.readouterr().err
+    assert "fuse_normz" in error and "fuse_norms" in error
+    assert "Traceback" not in error
+
+
+def test_it_says_how_long_it_took(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["+model=tiny"], inspect) == 0
+    assert re.search(r"compiled: trace \d+\.\d s, prefill .* s, decode", capsys.readouterr().out)
