@@ -26,6 +26,8 @@ from minivllm.ops.op import HALF_DTYPES, Implementation, define_op
 
 FLASH_ATTENTION_PAGE = 256  # its paged entries take multiples of this block size only
 
+COMPILED_HEAD_DIMS = (64, 128, 256)  # that every build of flash-attn has
+
 
 def define_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """The last T queries of a sequence over all its keys, in float32.
@@ -250,14 +252,18 @@ def _decode_flash(
     seq_lens: Tensor,
     scale: float,
 ) -> Tensor:
+    # Splitting a sequence's keys goes through buffers of the head dim that the kernel was compiled
+    # for; a build without every head dim runs a smaller one through a larger kernel and misreads.
+    splits = 0 if q.shape[-1] in COMPILED_HEAD_DIMS else 1
     o = _flash_attn().flash_attn_with_kvcache(
-        q.contiguous()[:, None],  # it misreads rows of queries that are strided
+        q[:, None],
         k_cache,
         v_cache,
         cache_seqlens=seq_lens,
         block_table=block_table,
         softmax_scale=scale,
         causal=True,
+        num_splits=splits,  # 0: flash-attn chooses
     )
     return o[:, 0]
 

@@ -67,3 +67,8 @@ def layer_of(node: Node) -> str:
     found = re.match(r"layers\.\d+", node.meta["module"])
     assert found, f"{node} belongs to no layer"
     return found.group()
+
+
+def shape_of(graph: Graph, node: Node) -> tuple[str, ...]:
+    """A node's shape by name, to compare with: comparing two SymInts can tie one to a number."""
+    return tuple(graph.named(size) for size in node.meta["val"].shape)

@@ -21,10 +21,9 @@ from types import SimpleNamespace
 
 import torch
 from torch import Tensor
-from torch.fx import Node
 
 from minivllm.compiler.graph import Graph
-from minivllm.compiler.passes.base import GraphPass, PassContext
+from minivllm.compiler.passes.base import GraphPass, PassContext, shape_of
 from minivllm.compiler.pattern import Match, Pattern, find
 from minivllm.model.miniqwen import GatedRMSNorm, RMSNorm
 from minivllm.ops import OPS
@@ -90,7 +89,7 @@ class FuseNorms(GraphPass):
         gated_norm, norms = _patterns(graph.dtype)
         sites = []
         for m in find(graph, gated_norm):
-            if not _is_weight(m) or _shape(m["gate"]) != _shape(m["x"]):
+            if not _is_weight(graph, m) or shape_of(graph, m["gate"]) != shape_of(graph, m["x"]):
                 continue
             new = graph.call(
                 OPS["gated_rms_norm"].overload, m["x"], m["gate"], m["w"], m["eps"], like=m.node
@@ -99,7 +98,7 @@ class FuseNorms(GraphPass):
             graph.replace(m.node, new)
         for pattern, offset, cast_first in norms:
             for m in find(graph, pattern):
-                if not _is_weight(m):
+                if not _is_weight(graph, m):
                     continue
                 arguments = m["x"], m["w"], m["eps"], offset, cast_first
                 new = graph.call(OPS["rms_norm"].overload, *arguments, like=m.node)
@@ -108,12 +107,6 @@ class FuseNorms(GraphPass):
         return sites
 
 
-def _is_weight(m: Match) -> bool:
+def _is_weight(graph: Graph, m: Match) -> bool:
     """Whether w is a vector along x's last dim: what is one value a token is no weight."""
-    return _shape(m["w"]) == _shape(m["x"])[-1:]
-
-
-def _shape(node: Node) -> torch.Size:
-    shape = node.meta["val"].shape
-    assert isinstance(shape, torch.Size)
-    return shape
+    return shape_of(graph, m["w"]) == shape_of(graph, m["x"])[-1:]

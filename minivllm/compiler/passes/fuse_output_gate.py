@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from minivllm.compiler.graph import Graph
-from minivllm.compiler.passes.base import GraphPass, PassContext
+from minivllm.compiler.passes.base import GraphPass, PassContext, shape_of
 from minivllm.compiler.pattern import Pattern, find
 from minivllm.ops import OPS
 
@@ -39,7 +39,7 @@ class FuseOutputGate(GraphPass):
     def run(self, graph: Graph, context: PassContext) -> list[str]:
         sites = []
         for m in find(graph, _pattern(graph.dtype)):
-            o, gate = (m[name].meta["val"].shape for name in ("o", "gate"))
+            o, gate = (shape_of(graph, m[name]) for name in ("o", "gate"))
             if len(o) != 3 or o != gate:  # a broadcast
                 continue
             new = graph.call(OPS["sigmoid_mul"].overload, m["o"], m["gate"], like=m.node)

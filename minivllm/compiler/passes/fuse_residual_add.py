@@ -16,7 +16,7 @@ import torch
 from torch.fx import Node
 
 from minivllm.compiler.graph import Graph
-from minivllm.compiler.passes.base import GraphPass, PassContext
+from minivllm.compiler.passes.base import GraphPass, PassContext, shape_of
 from minivllm.ops import OPS
 
 aten = torch.ops.aten
@@ -37,7 +37,7 @@ class FuseResidualAdd(GraphPass):
         sites = []
         for norm in graph.nodes(OPS["rms_norm"].overload):
             total, *rest = norm.args
-            if not isinstance(total, Node) or not _is_sum(total):
+            if not isinstance(total, Node) or not _is_sum(graph, total):
                 continue
             if not isinstance(rest[0], Node) or rest[0].op != "get_attr":
                 continue  # a weight that is computed, maybe behind the addition
@@ -52,10 +52,12 @@ class FuseResidualAdd(GraphPass):
         return sites
 
 
-def _is_sum(node: Node) -> bool:
+def _is_sum(graph: Graph, node: Node) -> bool:
     """Whether a node adds two tensors of its own shape and dtype."""
     if node.target is not aten.add.Tensor or node.kwargs or len(node.all_input_nodes) != 2:
         return False
-    value = node.meta["val"]
-    sides = [n.meta["val"] for n in node.all_input_nodes]
-    return all(s.dtype == value.dtype and s.shape == value.shape for s in sides)
+    value, shape = node.meta["val"], shape_of(graph, node)
+    return all(
+        n.meta["val"].dtype == value.dtype and shape_of(graph, n) == shape
+        for n in node.all_input_nodes
+    )

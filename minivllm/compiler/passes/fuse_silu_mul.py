@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minivllm.compiler.graph import Graph
-from minivllm.compiler.passes.base import GraphPass, PassContext
+from minivllm.compiler.passes.base import GraphPass, PassContext, shape_of
 from minivllm.compiler.pattern import Pattern, find
 from minivllm.ops import OPS
 
@@ -40,7 +40,7 @@ class FuseSiluMul(GraphPass):
     def run(self, graph: Graph, context: PassContext) -> list[str]:
         sites = []
         for m in find(graph, _pattern(graph.dtype)):
-            gate, up = (m[name].meta["val"].shape for name in ("gate", "up"))
+            gate, up = (shape_of(graph, m[name]) for name in ("gate", "up"))
             if len(gate) != 2 or gate != up:  # a gated norm's tail by heads, or a broadcast
                 continue
             new = graph.call(OPS["silu_mul"].overload, m["gate"], m["up"], like=m.node)
