@@ -160,6 +160,7 @@ class RuntimeOptions(OptionGroup):
         kv_cache_memory_bytes: size of the KV cache in bytes; None: from the share above.
         enable_prefix_caching, cuda_graph: not available yet.
         state_dtype: of the recurrent state; auto: the checkpoint's `mamba_ssm_dtype`, else float32.
+        num_threads: CPU threads of an op; None: 1 for a model of few weights, else torch's own.
         seed: base of the sampling seeds of requests that bring none.
     """
 
@@ -177,6 +178,7 @@ class RuntimeOptions(OptionGroup):
     enable_prefix_caching: bool = option(False, unavailable=True)
     cuda_graph: bool = option(False, unavailable=True)
     state_dtype: str = option("auto", choices=("auto", "float32", "bfloat16"))
+    num_threads: int | None = option(None, at_least=1)
     seed: int = option(0, at_least=0, at_most=2**63 - 1)
 
 

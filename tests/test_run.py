@@ -108,7 +108,7 @@ def test_text_is_printed_when_its_token_comes(engines, monkeypatch, capsys):
 
 def test_the_default_prompt_is_used_if_none_is_given(engines, capsys):
     assert run.main(["+model=tiny"]) == 0
-    assert engines[0].inputs == ["Once upon a time"]
+    assert engines[0].inputs == ["The morning was fine, and they"]
 
 
 def test_several_prompts_have_a_header_each(engines, capsys):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,6 +48,7 @@ from minivllm.runtime.warmup import warm_up
 
 logger = logging.getLogger(__name__)
 
+SMALL_MODEL = 2**26  # weights, below which an op is too short to be shared among threads
 SLOT = 1  # of the one sequence that runs; slot 0 and block 0 belong to padding rows
 
 
@@ -71,6 +73,8 @@ class Engine:
         self.block_size = options.runtime.block_size or FLASH_ATTENTION_PAGE
         if folder is not None and options.model.load_format != "dummy":
             read_ahead(folder)  # from disk, while the graphs are compiled
+        if self.device.type == "cpu":
+            torch.set_num_threads(resolve_num_threads(options.runtime, self.config))
         self.compiled: CompiledModel | None = None
         self.runner: ModelRunner | ReferenceRunner
         if self.dtype == torch.float32 and self.device.type == "cuda":
@@ -245,6 +249,14 @@ def resolve_state_dtype(options: RuntimeOptions, config: MiniQwenConfig) -> torc
     """`auto`: what the checkpoint asks for (`mamba_ssm_dtype`), else float32."""
     name = options.state_dtype
     return getattr(torch, (config.mamba_ssm_dtype or "float32") if name == "auto" else name)
+
+
+def resolve_num_threads(options: RuntimeOptions, config: MiniQwenConfig) -> int:
+    """`None`: one thread for a small model, whose threads would wait longer than they work."""
+    if options.num_threads is not None:
+        return options.num_threads
+    weights = sum(math.prod(shape) for shape in parameter_shapes(config).values())
+    return 1 if weights < SMALL_MODEL else torch.get_num_threads()
 
 
 def find_model(options: ModelOptions) -> tuple[Path | None, MiniQwenConfig]:

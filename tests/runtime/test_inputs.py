@@ -1,0 +1,62 @@
+"""Prompts in every accepted form, and what is said of those that cannot run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from minivllm.errors import UserError
+from minivllm.runtime.inputs import Prompt, read_prompts
+
+
+class Letters:
+    """A tokenizer of lower-case letters."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(c) - ord("a") for c in text]
+
+
+def read(prompts: Any, tokenizer: Any = None, limit: int = 8) -> list[Prompt]:
+    return read_prompts(prompts, tokenizer or Letters(), vocab_size=26, max_model_len=limit)
+
+
+def test_the_forms() -> None:
+    ids = Prompt([0, 1])
+    text = Prompt([0, 1], "ab")
+    assert read("ab") == [text]
+    assert read(["ab", "ab"]) == [text, text]
+    assert read([0, 1]) == [ids]
+    assert read([[0, 1], "ab"]) == [ids, text]
+    assert read({"prompt_token_ids": [0, 1]}) == [ids]
+    assert read([{"prompt": "ab"}, {"prompt_token_ids": (0, 1)}]) == [text, ids]
+    assert read([]) == []
+    assert read("a" * 7)[0].token_ids == [0] * 7  # one place is left
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ("", r"prompt 0: it is empty"),
+        (["ab", ""], r"prompt 1: it is empty"),
+        ([[]], r"prompt 0: it is empty"),
+        ([[3, 26]], r"prompt 0: token id 26 is outside the vocabulary, 0 to 25"),
+        ([[-1]], r"token id -1 is outside"),
+        ("a" * 8, r"8 tokens leave no room .* max_model_len=8; .*runtime.max_model_len"),
+        ([{"prompt": [1]}], r"prompt=\[1\]: give a text"),
+        ([{"prompt_token_ids": "ab"}], r"prompt_token_ids='ab': give a text"),
+        ([{"text": "ab"}], r"keys \['text'\]: give a text"),
+        ([[0.5]], r"\[0.5\]: give a text"),
+        ([[True]], r"\[True\]: give a text"),
+        (7, r"prompts=7: give a text"),
+    ],
+)
+def test_what_cannot_run(prompts: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        read(prompts)
+
+
+def test_text_without_a_tokenizer() -> None:
+    with pytest.raises(UserError, match=r"text 'ab' needs a tokenizer .* tokenizer="):
+        read_prompts("ab", None, vocab_size=26, max_model_len=8)
+    assert read_prompts([0, 1], None, vocab_size=26, max_model_len=8) == [Prompt([0, 1])]
