@@ -2,11 +2,12 @@
 
     python bench/cuda_parity.py --out bench/results/cuda_parity.json
 
-Runs over the same bfloat16 weights and the same tokens, all on the GPU: float32 with the
-torch ops (the reference); bfloat16 with the torch ops; bfloat16 with the chosen kernels, in the
-graphs of `eager` (FLA, flash-attn) and of `compiled` (our fused kernels too). Packed prompts are prefilled in two chunks and 64 tokens decoded, fed with the
-reference's greedy tokens, so that every run sees the same history. The rule: the kernels' error
-is at most twice that of the torch ops, and where a greedy token differs, it is a near-tie.
+Runs over the same bfloat16 weights and the same tokens, all on the GPU: float32 with the torch ops
+(the reference); bfloat16 with the torch ops; bfloat16 with the chosen kernels, in the graphs of
+`eager` (FLA, flash-attn) and of `compiled` (our fused kernels too). Packed prompts are prefilled
+in two chunks and 64 tokens decoded, fed with the reference's greedy tokens, so that every run sees
+the same history. The rule: the kernels' error is at most twice that of the torch ops, and where a
+greedy token differs, it is a near-tie.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from minivllm.compiler.cost import CostTable
 from minivllm.compiler.graph import PHASES
 from minivllm.config import ModelOptions
 from minivllm.model.config import MiniQwenConfig
-from minivllm.ops.attention import FLASH_ATTENTION_PAGE
+from minivllm.ops.paged_attention import FLASH_ATTENTION_PAGE
 from minivllm.run import engine_config, main
 from minivllm.runtime.engine import find_model, resolve_state_dtype
 

@@ -6,17 +6,21 @@ through the decode graph over the same state. Wherever nobody has written there 
 
 In float32 the two may differ by 1e-5 of the largest logit (2e-5 for 24 layers): they add in
 another order. That asks for well-conditioned models: hidden sizes of 64 and more, heads of 32 and
-more; in smaller ones a norm over a few values, or a delta rule whose keys nearly cancel, blows
-rounding up by more than that, whatever computes it.
+more. In smaller ones, and with random weights in 24 layers, rounding grows by more than that,
+whatever computes it: a delta rule whose query is nearly orthogonal to all keys yields almost
+nothing, and the gated norm scales that to size one. A larger epsilon stops it: with 1e-3 in place
+of 1e-6 the unfused graph's error in 24 layers is 4e-6 in place of 3e-5.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.resources
 import itertools
 import random
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,17 +29,22 @@ import pytest
 import torch
 from torch import Tensor
 
+import minivllm.compiler.compile as compile_module
+from minivllm.compiler.compile import compile_model
 from minivllm.compiler.graph import PHASES, Graph
 from minivllm.compiler.passes.base import PassContext
 from minivllm.compiler.pipeline import PIPELINE, select_passes
 from minivllm.compiler.recipe import assemble
 from minivllm.compiler.runner import run_passes
 from minivllm.compiler.trace import trace
-from minivllm.compiler.verify import Batch, Pools, run
+from minivllm.compiler.verify import Batch, Pools, Verifier, run
+from minivllm.config import CompilerOptions
 from minivllm.model.config import MiniQwenConfig
 from minivllm.model.miniqwen import MiniQwen, constants
 from minivllm.model.weights import dummy_weights, load_config, load_weights, parameter_shapes
+from minivllm.ops import OPS
 from minivllm.ops.fla import chunk_metadata
+from minivllm.presets import model_preset
 
 BLOCK_SIZE = 16
 SLOTS, BLOCKS = 12, 40  # of the pools; 0 of each belongs to nobody
@@ -98,7 +107,9 @@ CONFIGS: dict[str, MiniQwenConfig] = {
     "drawn_1": drawn(1),
     "drawn_2": drawn(2),
     "24_layers": small(
-        num_hidden_layers=24, layer_types=(("linear_attention",) * 3 + ("full_attention",)) * 6
+        num_hidden_layers=24,
+        layer_types=(("linear_attention",) * 3 + ("full_attention",)) * 6,
+        rms_norm_eps=1e-3,
     ),
 }
 
@@ -123,6 +134,11 @@ SCENARIOS = (
     Scenario(((65,), (1,)), 1, (11,)),  # one sequence, one token with a history
     Scenario(((2, 1, 33, 4, 1),), 1, (3, 10, 1, 8, 4)),  # no multiple of anything
 )
+
+
+def scenarios(name: str) -> tuple[Scenario, ...]:
+    """All of them for small models; deep ones take their time, and the first says the most."""
+    return SCENARIOS[: {"24_layers": 1, "tiny": 2}.get(name, len(SCENARIOS))]
 
 
 def tokens(scenario: Scenario, vocab: int) -> list[Tensor]:
@@ -166,20 +182,24 @@ def batches(scenario: Scenario, vocab: int) -> list[tuple[str, Batch]]:
     return result
 
 
-def stage_logits(graphs: Mapping[str, Graph], config: MiniQwenConfig, plain: Mapping[str, Tensor]):
+def new_pools(graph: Graph) -> Pools:
+    """Pools of NaN."""
+    sizes = {"slot": SLOTS, "block": BLOCKS}
+    return Pools(
+        {
+            name: torch.full((sizes[s.kind], *s.shape), torch.nan, dtype=s.dtype)
+            for name, s in graph.states.items()
+        }
+    )
+
+
+def stage_logits(graphs: Mapping[str, Graph], name: str, plain: Mapping[str, Tensor]) -> Tensor:
     """Logits of all tokens of all scenarios, sequence by sequence, through both graphs."""
     merged = {phase: assemble(graph.weights, plain) for phase, graph in graphs.items()}
     logits = []
-    for scenario in SCENARIOS:
-        states = graphs["prefill"].states
-        sizes = {"slot": SLOTS, "block": BLOCKS}
-        pools = Pools(
-            {
-                name: torch.full((sizes[s.kind], *s.shape), torch.nan, dtype=s.dtype)
-                for name, s in states.items()
-            }
-        )
-        steps = batches(scenario, config.vocab_size)
+    for scenario in scenarios(name):
+        pools = new_pools(graphs["prefill"])
+        steps = batches(scenario, CONFIGS[name].vocab_size)
         parts: list[list[Tensor]] = [[] for _ in scenario.slots]
         for phase, batch in steps:
             graph = graphs[phase]
@@ -191,30 +211,29 @@ def stage_logits(graphs: Mapping[str, Graph], config: MiniQwenConfig, plain: Map
             for part, piece in zip(parts, output.split(list(batch.lengths)), strict=True):
                 part.append(piece)
         logits += [torch.cat(part) for part in parts]
-        check_pools(states, pools, scenario, steps)
+        check_pools(graphs["prefill"], pools, scenario, [batch for _, batch in steps])
     return torch.cat(logits).float()
 
 
-def check_pools(states: Any, pools: Pools, scenario: Scenario, steps: Any) -> None:
-    """What belongs to no sequence was not written."""
-    for name, spec in states.items():
+def check_pools(graph: Graph, pools: Pools, scenario: Scenario, steps: Sequence[Batch]) -> None:
+    """The sequences' entries were written, and what belongs to no sequence was not."""
+    places = {p for batch in steps for p in batch.inputs["slot_mapping"].tolist()}
+    for name, spec in graph.states.items():
         pool = pools.states[name]
-        if spec.kind == "slot":
-            written = set((~pool.flatten(1).isnan()).any(1).nonzero().flatten().tolist())
-            assert written == set(scenario.slots), name
-        else:
-            written = set((~pool.flatten(0, 1).flatten(1).isnan()).any(1).nonzero().flatten().tolist())
-            places = {p for _, batch in steps for p in batch.inputs["slot_mapping"].tolist()}
-            assert written == places, name
+        entries = pool.flatten(1) if spec.kind == "slot" else pool.flatten(0, 1).flatten(1)
+        written = (~entries.isnan()).any(1).nonzero().flatten().tolist()
+        assert set(written) == (set(scenario.slots) if spec.kind == "slot" else places), name
+        assert not entries[written].isnan().any(), name
 
 
 @torch.no_grad()
-def plain_logits(config: MiniQwenConfig, weights: Mapping[str, Tensor]) -> Tensor:
+def plain_logits(name: str, weights: Mapping[str, Tensor]) -> Tensor:
     """The plain model in float32, each sequence by itself and in one piece."""
+    config = CONFIGS[name]
     model = MiniQwen(config)
     model.load_state_dict({n: weights[n].float() for n in parameter_shapes(config)})
     logits = []
-    for scenario in SCENARIOS:
+    for scenario in scenarios(name):
         for ids in tokens(scenario, config.vocab_size):
             logits.append(model(ids, torch.arange(len(ids))))
     return torch.cat(logits)
@@ -250,38 +269,191 @@ def weights_of(name: str, dtype: torch.dtype) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_prefix_in_float32(name: str) -> None:
+    """Measured: 9e-7 (tiny) to 4.3e-6 of the largest logit, 7.4e-6 with 24 layers."""
     config, weights = CONFIGS[name], weights_of(name, torch.float32)
-    expected = plain_logits(config, weights)
+    expected = plain_logits(name, weights)
     scale = float(expected.abs().max())
     assert scale > 1, "logits near zero would prove nothing"
     allowed = 2e-5 if config.num_hidden_layers == 24 else 1e-5
     errors = {}
     for stage, graphs in stages(config, trace(config, torch.float32)).items():
-        logits = stage_logits(graphs, config, weights)
+        logits = stage_logits(graphs, name, weights)
         errors[stage] = float((logits - expected).abs().max()) / scale
     print(name, {stage: f"{error:.1e}" for stage, error in errors.items()})
     wrong = {stage: error for stage, error in errors.items() if not error <= allowed}
     assert wrong == {}
 
 
-# Rounding to bfloat16 happens in as many places behind a fusion as before it, but not always to
-# the same numbers: a merged linear adds in another order, a decode step rounds what it is given
-# instead of what a longer sum gave. Two equally long chains of roundings have errors of equal
-# size, but not equal errors: MEASURED
+# Behind a fusion values are rounded to bfloat16 in the places where they were rounded before, but
+# a merged linear, a chunk with a history and a decode step add in another order than one long
+# sequence, so that now and then a value is rounded to its other neighbour. Two chains of equally
+# many roundings have errors of equal size, not equal errors; hence a margin. Measured: ratios from
+# 0.996 to 1.000 in all configs and stages, of the root mean square and of the largest error alike.
 MARGIN = 1.25
 
 
-@pytest.mark.parametrize("name", [n for n in CONFIGS if n != "24_layers"])
+@pytest.mark.parametrize("name", ["tiny", "equal_heads", "drawn_1", "drawn_2"])
 def test_every_prefix_in_bfloat16(name: str) -> None:
+    """The error against float32 is that of the graph as it was traced."""
     config, weights = CONFIGS[name], weights_of(name, torch.bfloat16)
-    expected = plain_logits(config, weights)
-    ratios = {}
+    expected = plain_logits(name, weights)
+    ratios: dict[str, tuple[float, float]] = {}
+    unfused = None
     for stage, graphs in stages(config, trace(config, torch.bfloat16)).items():
-        error = stage_logits(graphs, config, weights) - expected
+        error = stage_logits(graphs, name, weights) - expected
         size = float(error.square().mean().sqrt()), float(error.abs().max())
-        if stage == "source":
-            unfused = size
+        unfused = unfused or size
         ratios[stage] = size[0] / unfused[0], size[1] / unfused[1]
     print(name, unfused, {stage: f"{a:.3f} {b:.3f}" for stage, (a, b) in ratios.items()})
-    wrong = {stage: ratio for stage, ratio in ratios.items() if not ratio[0] <= MARGIN}
+    assert unfused is not None and 1e-3 < unfused[0] < 0.1
+    wrong = {stage: pair for stage, pair in ratios.items() if not max(pair) <= MARGIN}
     assert wrong == {}
+
+
+def test_the_comparison_sees_a_state_out_of_place() -> None:
+    """A slot or a block off by one, in a scenario that has no other fault, is no rounding."""
+    config, weights = CONFIGS["one_of_each"], weights_of("one_of_each", torch.float32)
+    graphs = stages(config, trace(config, torch.float32))[PIPELINE[-1].name]
+    scenario = SCENARIOS[0]
+    pools = new_pools(graphs["prefill"])
+    merged = assemble(graphs["prefill"].weights, weights)
+    steps = [batch for phase, batch in batches(scenario, config.vocab_size) if phase == "prefill"]
+    run(graphs["prefill"], merged, pools, steps[0])
+    for name in ("state_slots", "block_table"):
+        copies = Pools({n: pool.clone() for n, pool in pools.states.items()})
+        right = run(graphs["prefill"], merged, copies, steps[1])
+        copies = Pools({n: pool.clone() for n, pool in pools.states.items()})
+        moved = Batch(steps[1].inputs | {name: steps[1].inputs[name].roll(1, 0)}, steps[1].lengths)
+        wrong = run(graphs["prefill"], merged, copies, moved)
+        assert not float((wrong - right).abs().max()) < 0.1
+
+
+# what is found in the published model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_golden_counts_of_the_published_model(dtype: torch.dtype) -> None:
+    """Without weights: the same sites in both dtypes and phases, but for the head's rows."""
+    architecture = model_preset("miniqwen08b").architecture
+    assert architecture is not None
+    config = MiniQwenConfig.from_hf(architecture)
+    found: dict[tuple[str, str], Counter[str]] = {}
+
+    def observe(graph: Graph, stage: str) -> None:
+        found[graph.phase, stage] = Counter(kind(node) for node in graph.nodes())
+
+    model = compile_model(config, dtype, CompilerOptions(), observers=[observe])
+    sites = {
+        "fuse_norms": 49 + 12 + 18,
+        "fuse_residual_add": 48,
+        "merge_linears": 24 + 18 + 6,
+        "fuse_silu_mul": 24,
+        "fold_gate": 18,
+        "fuse_qk_norm_rope": 6,
+        "fuse_output_gate": 6,
+        "select_logits": 1,
+        "lower_mixers": 18 + 18,
+        "lower_attention": 6,
+        "inplace_state": 18 + 18,
+    }
+    for phase in PHASES:
+        reports = {r.name: r for r in model.reports if r.phase == phase}
+        expected = {n: c for n, c in sites.items() if phase == "prefill" or n != "select_logits"}
+        assert {n: r.matches for n, r in reports.items() if n in sites} == expected
+        assert {n: r.expected for n, r in reports.items() if n in sites} == expected
+        norms = found[phase, "fuse_norms"]
+        assert (norms["layer norm"], norms["head norm"], norms["gated norm"]) == (49, 12, 18)
+        parts = Counter("+".join(p.name.split(".")[-2] for p in s.parts)
+                        for s in model.graphs[phase].weights.values())  # fmt: skip
+        del parts[""]
+        assert parts == {
+            "gate_proj+up_proj": 24,
+            "in_proj_qkv+in_proj_b+in_proj_a+in_proj_z": 18,
+            "q_proj+k_proj+v_proj": 6,
+        }
+        for spec in model.graphs[phase].weights.values():
+            rows = sum(part.rows for part in spec.parts)
+            assert not spec.parts or rows == spec.shape[0], "no padding in these sizes"
+        last = found[phase, "inplace_state"]
+        views = last.pop("view")
+        rows = {"aten::index_select": 1} if phase == "prefill" else {}
+        assert last == rows | {
+            "aten::embedding": 1,
+            "aten::linear": 4 * 24 + 1,
+            "layer norm": 1,
+            "minivllm::add_rms_norm": 48,
+            "gated norm": 18,
+            "minivllm::silu_mul": 24,
+            "minivllm::sigmoid_mul": 6,
+            "minivllm::qk_norm_rope": 6,
+            f"minivllm::causal_conv1d_{phase}_slots": 18,
+            f"minivllm::fused_gated_delta_rule_{phase}_slots": 18,
+            "minivllm::paged_kv_write": 6,
+            f"minivllm::paged_attention_{phase}": 6,
+        }
+        assert last.total() == 249 + len(rows) and views == 497
+        assert last.total() <= 262, "what the prototype came to"
+
+
+VIEWS = ("getitem", "unflatten", "flatten", "chunk", "split_with_sizes", "slice", "view")
+
+
+def kind(node: Any) -> str:
+    """The op of a node, norms by what they normalise, and all that moves no data as "view"."""
+    target, module = node.target, node.meta["module"]
+    if target is OPS["rms_norm"].overload:
+        return "head norm" if module.endswith(("q_norm", "k_norm")) else "layer norm"
+    if target is OPS["gated_rms_norm"].overload:
+        return "gated norm"
+    name = target.name() if isinstance(target, torch._ops.OpOverload) else target.__name__
+    return "view" if name.removeprefix("aten::").split(".")[0] in VIEWS else name.split(".")[0]
+
+
+# without one of the passes
+
+
+@pytest.fixture(scope="module")
+def source() -> Graph:
+    return trace(CONFIGS["one_of_each"], torch.float32)
+
+
+@pytest.fixture(scope="module")
+def verifier(source: Graph) -> Verifier:
+    return Verifier(CONFIGS["one_of_each"], source)
+
+
+# what a pass finds without another one that it builds on; all others find what they always find
+LESS = {
+    "fuse_norms": {"fuse_residual_add": 0, "fuse_qk_norm_rope": 0},
+    "fold_gate": {"inplace_state": 1},
+}
+OPTIONAL = [p.name for p in PIPELINE if not p.mandatory]
+
+
+@pytest.mark.parametrize("name", OPTIONAL)
+def test_without_one_pass(
+    name: str, source: Graph, verifier: Verifier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compile_module, "trace", lambda config, dtype: source)
+    config = CONFIGS["one_of_each"]
+    full = compile_model(config, torch.float32, CompilerOptions(), block_size=BLOCK_SIZE)
+    options = CompilerOptions(disable=(name,))
+    model = compile_model(config, torch.float32, options, block_size=BLOCK_SIZE)
+    expected = {(r.phase, r.name): r.matches for r in full.reports if r.name != name}
+    for later, count in LESS.get(name, {}).items():
+        expected |= dict.fromkeys(((phase, later) for phase in PHASES), count)
+    assert {(r.phase, r.name): r.matches for r in model.reports} == expected
+    for phase, graph in model.graphs.items():
+        assert graph.states == full.graphs[phase].states
+        verifier.check_stage(graph, f"all passes but {name}")
+    assert model.prefill.weights == model.decode.weights
+
+
+def test_without_two_passes(source: Graph, verifier: Verifier) -> None:
+    """Every pair, through the decode graph: what one leaves behind must not confuse a third."""
+    context = PassContext(CONFIGS["one_of_each"], torch.float32, BLOCK_SIZE)
+    for pair in itertools.combinations(OPTIONAL, 2):
+        graph = source.clone("decode")
+        without = dataclasses.replace(context, disabled=frozenset(pair))
+        run_passes(graph, select_passes("compiled", "decode", pair), without)
+        verifier.check_stage(graph, f"all passes but {' and '.join(pair)}")

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from minivllm.ops.attention import (
-    ATTENTION,
-    PAGED_ATTENTION_DECODE,
-    PAGED_ATTENTION_PREFILL,
-    PAGED_KV_WRITE,
-)
+from minivllm.ops.attention import ATTENTION
 from minivllm.ops.causal_conv1d import (
     CAUSAL_CONV1D,
     CAUSAL_CONV1D_DECODE,
@@ -33,6 +28,11 @@ from minivllm.ops.gated_delta_rule_slots import (
 )
 from minivllm.ops.gating import SIGMOID_MUL, SILU_MUL
 from minivllm.ops.op import Implementation, Op
+from minivllm.ops.paged_attention import (
+    PAGED_ATTENTION_DECODE,
+    PAGED_ATTENTION_PREFILL,
+    PAGED_KV_WRITE,
+)
 from minivllm.ops.qk_norm_rope import QK_NORM_ROPE
 from minivllm.ops.rms_norm import ADD_RMS_NORM, GATED_RMS_NORM, RMS_NORM
 

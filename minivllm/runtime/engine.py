@@ -34,7 +34,7 @@ from minivllm.model.weights import (
     read_ahead,
     resolve_model,
 )
-from minivllm.ops.attention import FLASH_ATTENTION_PAGE
+from minivllm.ops.paged_attention import FLASH_ATTENTION_PAGE
 from minivllm.runtime.detokenizer import IncrementalDetokenizer
 from minivllm.runtime.inputs import Prompt
 from minivllm.runtime.memory import plan_memory

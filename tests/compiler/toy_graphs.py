@@ -163,6 +163,8 @@ def apply(graph: Graph, graph_pass: GraphPass, context: PassContext) -> int:
     graph_pass = type(graph_pass)()
     graph_pass.expected = lambda phase, context: None  # type: ignore[method-assign]
     (report,) = run_passes(graph, [graph_pass], context)
+    numbers = [name for name, symbol in graph.symbols.items() if str(symbol).isdigit()]
+    assert numbers == [], "a comparison has tied a symbol to a number"
     return report.matches
 
 

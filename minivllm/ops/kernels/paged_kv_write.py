@@ -1,4 +1,4 @@
-"""Kernel of `paged_kv_write` (`ops/attention.py`): one launch for keys and values."""
+"""Kernel of `paged_kv_write` (`ops/paged_attention.py`): one launch for keys and values."""
 # mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _write_kernel(
 def paged_kv_write(
     k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor
 ) -> None:
-    """As `ops.attention.define_write`; the last dim of each tensor is contiguous."""
+    """As `ops.paged_attention.define_write`; the last dim of each tensor is contiguous."""
     _, block_size, heads, dim = k_cache.shape
     assert k_cache.stride(-1) == 1 and v_cache.stride(-1) == 1
     k_rows, v_rows = rows_of(k), rows_of(v)

@@ -406,21 +406,25 @@ def test_what_is_no_norm_stays(context: PassContext, function: Any, dtype: torch
 
 
 class GatedBroadcast(nn.Module):
-    """One gate for all features of a token."""
+    """One gate for all features of a token, or one weight for all features."""
 
-    def __init__(self) -> None:
+    def __init__(self, what: str) -> None:
         super().__init__()
-        self.norm = GatedRMSNorm(8, EPS)
+        self.what = what
+        self.norm = GatedRMSNorm(1 if what == "weight" else 8, EPS)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x, x[:, :1].sin())
+        return self.norm(x, (x[:, :1] if self.what == "gate" else x).sin())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_gate_of_another_shape(context: PassContext, dtype: torch.dtype) -> None:
-    graph, weights = traced(GatedBroadcast(), dtype)
-    check(graph, weights, context, 1)
-    assert graph.nodes(GATED) == [] and len(graph.nodes(RMS_NORM)) == 1
+@pytest.mark.parametrize(("what", "norms"), [("gate", 1), ("weight", 0)])
+def test_a_gated_norm_with_a_broadcast(
+    context: PassContext, what: str, norms: int, dtype: torch.dtype
+) -> None:
+    graph, weights = traced(GatedBroadcast(what), dtype)
+    check(graph, weights, context, norms)
+    assert graph.nodes(GATED) == [] and len(graph.nodes(RMS_NORM)) == norms
 
 
 @pytest.mark.parametrize("phase", PHASES)

@@ -56,10 +56,14 @@ class Mixer(nn.Module):
         angles = others if change == "other_angles" else (cos, sin)
         if change == "swapped":
             angles = (sin, cos)
+        if change == "mixed_angles":
+            angles = (cos, others[1])
         qr = apply_rotary(qn, cos, sin)
         kr = kn if change == "k_not_rotated" else apply_rotary(kn, *angles)
         if change == "swapped":
             qr = apply_rotary(qn, sin, cos)
+        if change == "mixed_angles":
+            qr = apply_rotary(qn, cos, others[1])
         v = kr if change == "v_is_k" else v
         o = torch.ops.minivllm.attention(qr, kr, v, dim**-0.5)
         if change == "read_q":
@@ -155,7 +159,7 @@ def test_angles_stay_for_a_layer_that_needs_them(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("change", [
     "another_epsilon", "plain_weight", "q_not_normalized", "k_not_rotated", "other_angles",
-    "swapped", "read_q", "read_norm", "attended_twice",
+    "swapped", "mixed_angles", "read_q", "read_norm", "attended_twice",
 ])  # fmt: skip
 def test_what_the_op_does_not_compute_stays(change: str, dtype: torch.dtype) -> None:
     """And what is read elsewhere: a rotated query, a norm."""

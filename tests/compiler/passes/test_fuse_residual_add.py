@@ -22,7 +22,12 @@ from minivllm.ops import OPS
 DTYPES = [torch.float32, torch.bfloat16]
 NORM, BOTH = OPS["rms_norm"].overload, OPS["add_rms_norm"].overload
 EPS = 1e-2
-WEIGHTS = {"embed_tokens.weight": randn(61, 8), "w": randn(8, seed=1), "v": randn(8, seed=2)}
+WEIGHTS = {
+    "embed_tokens.weight": randn(61, 8),
+    "w": randn(8, seed=1),
+    "v": randn(8, seed=2),
+    "u": randn(8, seed=3),
+}
 
 
 class Typed(Builder):
@@ -195,10 +200,10 @@ def a_column(b: Typed) -> Node:
 
 def another_dtype(b: Typed) -> Node:
     """The sum is promoted: the op would take the dtype of one addend."""
-    x, y, w, _ = b.start()
+    x, y, _, _ = b.start()
     other = torch.bfloat16 if b.dtype == torch.float32 else torch.float32
     total = b.add(b.call(aten.to.dtype, x, other), y)
-    return b.norm(total, b.call(aten.to.dtype, w, torch.float32))
+    return b.norm(total, b.weight("u", 8))
 
 
 def subtraction(b: Typed) -> Node:
