@@ -9,6 +9,7 @@ own the tensors: the runtime loads weights and allocates pools.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -91,7 +92,9 @@ def bind(
     for node in bound.nodes:
         if node.op == "get_attr":
             # flat names: a dotted one would be looked up module by module on every step
-            name, flat = str(node.target), str(node.target).replace(".", "_")
+            name = str(node.target)
+            flat = re.sub(r"\W", "_", name)
+            assert flat not in attributes, f"{name} has the flat name of another leaf"
             attributes[flat] = weights[name] if name in graph.weights else states[name]
             node.target = flat
         elif node.target in by_overload:

@@ -200,13 +200,16 @@ class Graph:
 
     def _erase(self, node: Node) -> None:
         """Erase a node without users, and the calls that only it read."""
-        sources = node.all_input_nodes
-        self.fx.erase_node(node)
-        for source in sources:
-            schema = getattr(source.target, "_schema", None)
-            pure = source.op == "call_function" and not (schema and schema.is_mutable)
-            if pure and not source.users:
-                self._erase(source)
+        pending = [node]
+        while pending:
+            dead = pending.pop()
+            sources = dead.all_input_nodes
+            self.fx.erase_node(dead)
+            for source in sources:
+                schema = getattr(source.target, "_schema", None)
+                pure = source.op == "call_function" and not (schema and schema.is_mutable)
+                if pure and not source.users and source not in pending:
+                    pending.append(source)
 
     def infer(self, node: Node) -> Any:
         """The fake value of a call, from its arguments' fake values."""

@@ -70,11 +70,12 @@ def _merge(graph: Graph, module: str, nodes: list[Node]) -> None:
         merged = WeightSpec((sum(padded), *spec.shape[1:]), spec.dtype, recipe)
         leaves.append(graph.weight(f"{module}.{short}.{suffix}", merged))
     whole = graph.call(aten.linear.default, x, *leaves, like=first)
-    whole.meta["module"] = module
     gaps = [full - width for width, full in zip(widths, padded, strict=True)]
     sizes = [s for pair in zip(widths, gaps, strict=True) for s in pair if s > 0]
     split = graph.call(aten.split_with_sizes.default, whole, sizes, -1, like=first)
     indices = [i + sum(gap > 0 for gap in gaps[:i]) for i in range(len(nodes))]
     slices = [graph.call(operator.getitem, split, i, like=first) for i in indices]
+    for node in (whole, split, *slices):
+        node.meta["module"] = module
     for node, slice_ in zip(nodes, slices, strict=True):
         graph.replace(node, slice_)
