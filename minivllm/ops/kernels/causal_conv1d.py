@@ -111,7 +111,9 @@ def _prefill_kernel(
         recent = x + at.to(tl.int64)[None, :] * x_row + c[:, None]
         inputs = tl.load(recent, mask=inside, other=0.0)
         carried = base + c[:, None] * W + (W + at)[None, :]
-        carried = tl.load(carried, mask=cells & ~inside & has_history, other=0.0)
+        # a bound: Triton 3.9's interpreter takes no mask that was combined with a scalar
+        live = tl.where(has_history, C, 0)
+        carried = tl.load(carried, mask=cells & ~inside & (c < live)[:, None], other=0.0)
         inputs = tl.where(inside, inputs, carried)
         tl.debug_barrier()
         tl.store(base + c[:, None] * W + w[None, :], inputs, mask=cells)

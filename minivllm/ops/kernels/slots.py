@@ -19,8 +19,10 @@ def _gather_kernel(
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     n = tl.program_id(1).to(tl.int64)
     source = state + tl.load(slots + n).to(tl.int64) * state_slot + i
-    starts = tl.load(num_computed_tokens + n) == 0
-    values = tl.load(source, mask=(i < SIZE) & ~starts, other=0.0)
+    # a sequence that starts reads nothing (a bound: Triton 3.9's interpreter takes no mask that
+    # was combined with a scalar)
+    live = tl.where(tl.load(num_computed_tokens + n) == 0, 0, SIZE)
+    values = tl.load(source, mask=i < live, other=0.0)
     tl.store(y + n * SIZE + i, values.to(tl.float32), mask=i < SIZE)
 
 
@@ -30,8 +32,8 @@ def _scatter_kernel(
 ):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     n = tl.program_id(1).to(tl.int64)
-    has_tokens = tl.load(cu_seqlens + n + 1) > tl.load(cu_seqlens + n)
-    mask = (i < SIZE) & has_tokens
+    live = tl.where(tl.load(cu_seqlens + n + 1) > tl.load(cu_seqlens + n), SIZE, 0)
+    mask = i < live
     values = tl.load(x + n * SIZE + i, mask=mask, other=0.0)
     target = state + tl.load(slots + n).to(tl.int64) * state_slot + i
     tl.store(target, values.to(state.dtype.element_ty), mask=mask)
