@@ -145,6 +145,17 @@ class CompilerOptions(OptionGroup):
     stop_after: str | None = option(None)
     implementations: Mapping[str, str] = option(factory=dict)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.mode == "reference":
+            names = ("dump_dir", "verify", "disable", "stop_after", "implementations")
+            given = [f"compiler.{name}" for name in names if getattr(self, name)]
+            if given:
+                raise UserError(
+                    f"compiler.mode='reference' compiles nothing, so {', '.join(given)} cannot be "
+                    "honoured; choose compiler.mode=eager or compiled"
+                )
+
 
 @dataclass(frozen=True)
 class RuntimeOptions(OptionGroup):
@@ -156,7 +167,7 @@ class RuntimeOptions(OptionGroup):
         max_num_seqs: most sequences in one step.
         max_num_batched_tokens: most tokens in one step.
         block_size: tokens a KV block; None: 256.
-        gpu_memory_utilization: share of the GPU's memory to use, in (0, 1].
+        gpu_memory_utilization: share of the free GPU memory for the KV cache, in (0, 1].
         kv_cache_memory_bytes: size of the KV cache in bytes; None: from the share above.
         enable_prefix_caching, cuda_graph: not available yet.
         state_dtype: of the recurrent state; auto: the checkpoint's `mamba_ssm_dtype`, else float32.

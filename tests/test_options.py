@@ -197,3 +197,10 @@ def test_engine_config_from_mapping():
         EngineConfig.from_mapping({"model": TINY, "runtime": 3})
     with pytest.raises(UserError, match=r"^config: \[\] is not a group of: model, compiler, runt"):
         EngineConfig.from_mapping([])
+
+
+def test_reference_mode_compiles_nothing():
+    assert CompilerOptions(mode="reference").mode == "reference"
+    message = r"so compiler.dump_dir, compiler.verify cannot be honoured"
+    with pytest.raises(UserError, match=message):
+        CompilerOptions(mode="reference", dump_dir="dump", verify=True)
