@@ -130,7 +130,7 @@ class CompilerOptions(OptionGroup):
         mode: reference: the plain model on the whole sequence; eager: the graph after the
             mandatory lowering; compiled: after every pass.
         dump_dir: a folder for one text file a pass; None: no dumps.
-        verify: run the costly checks after every pass.
+        verify: compare each stage of the graphs with the plain model.
         disable: names of passes to leave out.
         stop_after: name of the last pass to run.
         implementations: op name -> the implementation it must use.
@@ -164,14 +164,14 @@ class RuntimeOptions(OptionGroup):
     Attributes:
         device: auto: CUDA if there is one, else CPU.
         max_model_len: longest sequence, prompt and output, in tokens; None: the model's own.
-        max_num_seqs: most sequences in one step.
+        max_num_seqs: most sequences in one step; so far there is never more than one.
         max_num_batched_tokens: most tokens in one step.
         block_size: tokens a KV block; None: 256.
         gpu_memory_utilization: share of the free GPU memory for the KV cache, in (0, 1].
         kv_cache_memory_bytes: size of the KV cache in bytes; None: from the share above.
         enable_prefix_caching, cuda_graph: not available yet.
         state_dtype: of the recurrent state; auto: the checkpoint's `mamba_ssm_dtype`, else float32.
-        num_threads: CPU threads of an op; None: 1 for a model of few weights, else torch's own.
+        num_threads: threads of an op on a CPU; None: 1 for a model of few weights, else torch's.
         seed: base of the sampling seeds of requests that bring none.
     """
 
@@ -189,7 +189,7 @@ class RuntimeOptions(OptionGroup):
     enable_prefix_caching: bool = option(False, unavailable=True)
     cuda_graph: bool = option(False, unavailable=True)
     state_dtype: str = option("auto", choices=("auto", "float32", "bfloat16"))
-    num_threads: int | None = option(None, at_least=1)
+    num_threads: int | None = option(None, at_least=1, at_most=512)
     seed: int = option(0, at_least=0, at_most=2**63 - 1)
 
 

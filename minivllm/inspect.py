@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +30,8 @@ SIZES = {"prefill": 512, "decode": 1}  # tokens of the one sequence of the table
 def inspect(settings: dict[str, Any]) -> None:
     """Compile the model of a composed config and print a table for each phase.
 
+    `model.dtype=auto` is the checkpoint's dtype here, as on a GPU.
+
     Raises:
         UserError: something wrong in the config or the model's files.
     """
@@ -38,7 +39,7 @@ def inspect(settings: dict[str, Any]) -> None:
     architecture = _architecture(config.model)
     name = config.model.dtype
     dtype = getattr(torch, (architecture.dtype or "bfloat16") if name == "auto" else name)
-    tables = {phase: CostTable({"tokens": SIZES[phase]}, CONTEXT) for phase in PHASES}
+    tables = {p: CostTable({"tokens": n}, max(CONTEXT, n)) for p, n in SIZES.items()}
     compiled = compile_model(
         architecture,
         dtype,
@@ -49,17 +50,16 @@ def inspect(settings: dict[str, Any]) -> None:
     )
     for phase in PHASES:
         tokens = SIZES[phase]
-        print(f"\n{phase}, {tokens} token{'s' * (tokens > 1)}, {CONTEXT} of context, {dtype}:\n")
+        context = max(CONTEXT, tokens)
+        print(f"\n{phase}, {tokens} token{'s' * (tokens > 1)}, {context} of context, {dtype}:\n")
         print(_table(compiled, phase, tables[phase]))
     seconds = ", ".join(f"{part} {s:.1f} s" for part, s in compiled.seconds.items())
     print(f"\ncompiled: {seconds}")
 
 
 def _architecture(options: ModelOptions) -> MiniQwenConfig:
-    """From a folder that is there, else from the options themselves: weights are not needed."""
-    if options.path is None or not Path(options.path).is_dir():
-        options = dataclasses.replace(options, load_format="dummy")
-    return find_model(options)[1]
+    """From a local folder, else from the options themselves: weights are not needed."""
+    return find_model(dataclasses.replace(options, load_format="dummy"))[1]
 
 
 def _table(compiled: CompiledModel, phase: str, costs: CostTable) -> str:

@@ -32,10 +32,10 @@ def dump_to(folder: Path) -> Observer:
         path = folder / graph.phase / f"{next(counters[graph.phase]):02d}_{stage}.txt"
         try:
             if stage == "source":
-                for old in path.parent.glob("*.txt"):
+                for old in path.parent.glob("[0-9][0-9]_*.txt"):
                     old.unlink()  # of an earlier run, which may have had other stages
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(format_graph(graph, stage))
+            path.write_text(format_graph(graph, stage), encoding="utf-8")
         except OSError as error:
             raise UserError(
                 f"compiler.dump_dir={str(folder)!r}: cannot write {path} ({error.strerror}); "

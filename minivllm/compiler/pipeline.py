@@ -64,7 +64,7 @@ def select_passes(
             optional = [n for n in names if n not in mandatory]
             raise UserError(
                 f"compiler.disable: {name!r} is mandatory, no graph runs without it; "
-                f"optional passes: {', '.join(optional) or 'none yet'}"
+                f"optional passes: {', '.join(optional)}"
             )
     end = names.index(stop_after) + 1 if stop_after else len(names)
     return [

@@ -42,8 +42,8 @@ OPAQUE_OPS: dict[Any, int] = {
 }
 PREFILL_CHUNKS = ((70, 1, 5), (3, 66, 1))  # tokens of each sequence in the first and second step
 DECODE_STEPS = 5
-SLOTS = (5, 2, 9)  # of the three sequences, out of POOL_ENTRIES
-POOL_ENTRIES = 16
+SLOTS = (5, 2, 9)  # of the three sequences
+LONGEST = max(map(sum, zip(*PREFILL_CHUNKS, strict=True)))  # tokens of a sequence
 
 
 class VerificationError(RuntimeError):
@@ -144,9 +144,10 @@ class Verifier:
         """The logits of the whole scenario of the graph's phase, at the rows it wants."""
         block_size = next((s.shape[0] for s in graph.states.values() if s.kind == "block"), 256)
         weights = assemble(graph.weights, weights)
+        entries = pool_entries(block_size)
         pools = Pools(
             {
-                name: torch.full((POOL_ENTRIES, *spec.shape), torch.nan, dtype=spec.dtype)
+                name: torch.full((entries, *spec.shape), torch.nan, dtype=spec.dtype)
                 for name, spec in graph.states.items()
             }
         )
@@ -163,6 +164,11 @@ class Verifier:
         return torch.cat(logits)
 
 
+def pool_entries(block_size: int) -> int:
+    """Slots and blocks of the scenario's pools: some more than it uses, entry 0 for nobody."""
+    return max(16, 3 * -(-LONGEST // block_size) + 1)
+
+
 def scenario(phase: str, vocab: int, block_size: int) -> list[Batch]:
     """The steps of a phase: three sequences in scattered slots, blocks in no order.
 
@@ -172,10 +178,8 @@ def scenario(phase: str, vocab: int, block_size: int) -> list[Batch]:
     """
     generator = torch.Generator().manual_seed(0)
     steps = PREFILL_CHUNKS if phase == "prefill" else ((1, 1, 1),) * DECODE_STEPS
-    blocks = (torch.randperm(POOL_ENTRIES - 1, generator=generator) + 1).to(torch.int32)
-    longest = max(sum(step[n] for step in PREFILL_CHUNKS) for n in range(3))
-    per_sequence = -(-longest // block_size)
-    assert 3 * per_sequence < POOL_ENTRIES, f"block size {block_size} is too small for the scenario"
+    blocks = (torch.randperm(pool_entries(block_size) - 1, generator=generator) + 1).to(torch.int32)
+    per_sequence = -(-LONGEST // block_size)
     block_table = blocks[: 3 * per_sequence].view(3, per_sequence)
     computed = [0, 0, 0]
     batches = []

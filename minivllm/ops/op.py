@@ -92,16 +92,13 @@ class Op:
         """
         by_name = {i.name: i for i in self.implementations}
         if forced is not None:
-            if forced not in by_name:
+            able = [n for n, i in by_name.items() if i.obstacle(device, dtype) is None]
+            if forced not in able:
+                known = by_name.get(forced)
+                reason = "is not known" if known is None else known.obstacle(device, dtype)
                 raise UserError(
-                    f"compiler.implementations.{self.name}={forced!r}: "
-                    f"choose one of {', '.join(by_name)}"
-                )
-            obstacle = by_name[forced].obstacle(device, dtype)
-            if obstacle is not None:
-                raise UserError(
-                    f"compiler.implementations.{self.name}={forced!r} {obstacle} "
-                    f"(here: {device.type}, {dtype}); choose one of {', '.join(by_name)}"
+                    f"compiler.implementations.{self.name}={forced!r} {reason} "
+                    f"(here: {device.type}, {dtype}); choose one of {', '.join(able)}"
                 )
             return by_name[forced], None
         substitute, *preferred = self.implementations

@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from minivllm.compiler.compile import CompiledModel, compile_model
+from minivllm.compiler.pipeline import PIPELINE
 from minivllm.compiler.recipe import allocate
 from minivllm.compiler.trace import meta_model
 from minivllm.config import EngineConfig, ModelOptions, RuntimeOptions
@@ -48,6 +49,7 @@ from minivllm.runtime.warmup import warm_up
 
 logger = logging.getLogger(__name__)
 
+TORCH_THREADS = torch.get_num_threads()  # before any engine sets another number
 SMALL_MODEL = 2**26  # weights, below which an op is too short to be shared among threads
 SLOT = 1  # of the one sequence that runs; slot 0 and block 0 belong to padding rows
 
@@ -73,6 +75,7 @@ class Engine:
         self.block_size = options.runtime.block_size or FLASH_ATTENTION_PAGE
         if folder is not None and options.model.load_format != "dummy":
             read_ahead(folder)  # from disk, while the graphs are compiled
+        self._threads_before = torch.get_num_threads()
         if self.device.type == "cpu":
             torch.set_num_threads(resolve_num_threads(options.runtime, self.config))
         self.compiled: CompiledModel | None = None
@@ -88,10 +91,13 @@ class Engine:
                 state_dtype=resolve_state_dtype(options.runtime, self.config),
                 block_size=self.block_size,
             )
-            if options.compiler.stop_after is not None:
+            ran = {report.name for report in self.compiled.reports}
+            missing = [p.name for p in PIPELINE if p.mandatory and p.name not in ran]
+            if missing:
                 raise UserError(
-                    f"compiler.stop_after={options.compiler.stop_after!r} leaves a graph that "
-                    "cannot run; it is for inspecting dumps (compiler.dump_dir)"
+                    f"compiler.stop_after={options.compiler.stop_after!r} leaves out "
+                    f"{', '.join(missing)}, without which a graph cannot run; to look at it: "
+                    "python -m minivllm.inspect with the same arguments"
                 )
         start = time.perf_counter()
         self.weights = self._load_weights(folder)
@@ -100,7 +106,7 @@ class Engine:
         if self.compiled is not None:
             seconds = self.compiled.seconds | seconds
         if isinstance(self.runner, ModelRunner) and self.device.type == "cuda":
-            builds = warm_up(self.runner, SLOT, block=1)
+            builds = warm_up(self.runner, SLOT, self._blocks(self.max_model_len))
             seconds[f"first run, {builds.count} kernels built"] = builds.seconds
         logger.info("start: %s", ", ".join(f"{part} {s:.1f} s" for part, s in seconds.items()))
         for line in self.runner.warnings:
@@ -110,6 +116,11 @@ class Engine:
         limit = self.tokenizer.vocab_limit if self.tokenizer else self.config.vocab_size
         self.vocab_limit = min(limit, self.config.vocab_size)
         self._request_ids = itertools.count()
+        self._running = False
+
+    def close(self) -> None:
+        """Give back what the engine changed in the process: torch's number of threads."""
+        torch.set_num_threads(self._threads_before)
 
     def _load_weights(self, folder: Path | None) -> dict[str, torch.Tensor]:
         """The weights by the graphs' names, each read into its place; plain in reference mode."""
@@ -158,7 +169,14 @@ class Engine:
             block_size=self.block_size,
             implementations=self.options.compiler.implementations,
         )
-        paged = "flash_attn" in self.runner.implementations.values()
+        used = self.runner.implementations
+        unused = [op for op in self.options.compiler.implementations if op not in used]
+        if unused:
+            raise UserError(
+                f"compiler.implementations.{unused[0]}: no graph of this mode has that op; "
+                f"choose from {', '.join(sorted(used))}"
+            )
+        paged = "flash_attn" in used.values()
         if paged and self.block_size % FLASH_ATTENTION_PAGE:
             raise UserError(
                 f"runtime.block_size={self.block_size}: flash-attn's paged attention takes "
@@ -168,7 +186,22 @@ class Engine:
             )
 
     def run(self, prompt: Prompt, params: SamplingParams) -> Iterator[RequestOutput]:
-        """Run one request to its end; yields its state after every token."""
+        """Run one request to its end; yields its state after every token.
+
+        Raises:
+            UserError: another request has begun and is not at its end; the two would share a slot.
+        """
+        if self._running:
+            raise UserError(
+                "another request of this engine is running: finish its stream, or close it, first"
+            )
+        self._running = True
+        try:
+            yield from self._run(prompt, params)
+        finally:
+            self._running = False
+
+    def _run(self, prompt: Prompt, params: SamplingParams) -> Iterator[RequestOutput]:
         start = time.perf_counter()
         number = next(self._request_ids)
         seed = params.seed
@@ -220,7 +253,11 @@ class Engine:
         return logits
 
     def _row(self, ids: list[int], num_computed_tokens: int) -> Row:
-        return Row(ids, num_computed_tokens, SLOT, range(1, -(-len(ids) // self.block_size) + 1))
+        return Row(ids, num_computed_tokens, SLOT, self._blocks(len(ids)))
+
+    def _blocks(self, tokens: int) -> range:
+        """The KV blocks of a sequence of this many tokens."""
+        return range(1, -(-tokens // self.block_size) + 1)
 
 
 def resolve_device(name: str) -> torch.device:
@@ -256,7 +293,7 @@ def resolve_num_threads(options: RuntimeOptions, config: MiniQwenConfig) -> int:
     if options.num_threads is not None:
         return options.num_threads
     weights = sum(math.prod(shape) for shape in parameter_shapes(config).values())
-    return 1 if weights < SMALL_MODEL else torch.get_num_threads()
+    return 1 if weights < SMALL_MODEL else TORCH_THREADS
 
 
 def find_model(options: ModelOptions) -> tuple[Path | None, MiniQwenConfig]:
@@ -271,9 +308,13 @@ def find_model(options: ModelOptions) -> tuple[Path | None, MiniQwenConfig]:
 
 def _folder(options: ModelOptions) -> Path | None:
     """The checkpoint's folder; None for dummy weights whose shape the options tell."""
-    if options.path is None or (options.load_format == "dummy" and options.architecture):
+    if options.path is None:
         return None
-    return resolve_model(options.path, options.revision)
+    dummy = options.load_format == "dummy"
+    local = options.path.startswith(("/", ".", "~")) or Path(options.path).is_dir()
+    if dummy and options.architecture and not local:
+        return None  # a preset's hub id: its shape stands in the options
+    return resolve_model(options.path, options.revision, weights=not dummy)
 
 
 def _architecture(options: ModelOptions, folder: Path | None) -> MiniQwenConfig:

@@ -39,7 +39,7 @@ def read_prompts(
     Raises:
         UserError: naming the prompt's index and what is wrong with it.
     """
-    single = isinstance(prompts, (str, Mapping)) or (
+    single = isinstance(prompts, (str, bytes, bytearray, Mapping)) or (
         isinstance(prompts, Sequence) and len(prompts) > 0 and _is_id(prompts[0])
     )
     if not single and not isinstance(prompts, Sequence):
@@ -69,7 +69,8 @@ def _read(given: Any, tokenizer: Tokenizer | None) -> Prompt:
                 "or name a tokenizer with tokenizer="
             )
         return Prompt(tokenizer.encode(given), given)
-    if not isinstance(given, Sequence) or not all(_is_id(i) for i in given):
+    plain = isinstance(given, Sequence) and not isinstance(given, (bytes, bytearray))
+    if not plain or not all(_is_id(i) for i in given):
         raise UserError(f"{given!r}: give {FORMS}")
     return Prompt(list(given))
 

@@ -31,6 +31,8 @@ from minivllm.runtime.tokenizer import Tokenizer
 class LLM:
     """A model and its engine.
 
+    On a CPU it sets torch's number of threads, which `close` sets back.
+
     Args:
         model: a name under `conf/model` (such as "tiny"), a folder, or a Hugging Face hub id.
         tokenizer: a folder or hub id; None: the model's own.
@@ -41,7 +43,7 @@ class LLM:
         load_format: "auto", "safetensors", or "dummy" for seeded random weights.
         seed: of sampling where a request brings none, and of dummy weights.
         max_model_len: longest sequence, prompt and output, in tokens.
-        max_num_seqs: most sequences in one step (one runs after another so far).
+        max_num_seqs: most sequences in one step; so far there is never more than one.
         max_num_batched_tokens: most tokens in one step; longer prompts run in chunks.
         block_size: tokens in a KV block.
         gpu_memory_utilization: share of the free GPU memory for the KV cache, in (0, 1].
@@ -85,7 +87,10 @@ class LLM:
             "seed": seed,
         }
         if model in choices("model"):
-            model_options = dataclasses.replace(model_preset(model), **options)
+            # what is not asked for stays as the preset has it
+            defaults = {f.name: f.default for f in dataclasses.fields(ModelOptions)}
+            asked = {name: v for name, v in options.items() if v != defaults[name]}
+            model_options = dataclasses.replace(model_preset(model), **asked)
         else:
             model_options = ModelOptions(name=model, path=model, **options)
         runtime = RuntimeOptions(
@@ -99,7 +104,7 @@ class LLM:
             enable_prefix_caching=enable_prefix_caching,
             seed=seed,
         )
-        self._engine = Engine(EngineConfig(model=model_options, runtime=runtime))
+        self._engine: Engine | None = Engine(EngineConfig(model=model_options, runtime=runtime))
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> LLM:
@@ -114,28 +119,34 @@ class LLM:
 
     @property
     def engine(self) -> Engine:
-        """The engine: its architecture, graphs and runner."""
+        """The engine: its architecture, graphs and runner.
+
+        Raises:
+            UserError: `close` was called.
+        """
+        if self._engine is None:
+            raise UserError("this LLM is closed; make another one")
         return self._engine
 
     @property
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer, or None where there is none."""
-        return self._engine.tokenizer
+        return self.engine.tokenizer
 
     @property
     def device(self) -> torch.device:
         """Where the model runs."""
-        return self._engine.device
+        return self.engine.device
 
     @property
     def dtype(self) -> torch.dtype:
         """Of weights and activations."""
-        return self._engine.dtype
+        return self.engine.dtype
 
     @property
     def implementations(self) -> dict[str, str]:
         """Op name to the implementation that was chosen for it."""
-        return self._engine.runner.implementations
+        return self.engine.runner.implementations
 
     def generate(
         self,
@@ -162,7 +173,8 @@ class LLM:
         for prompt, params in tqdm(
             requests, disable=not use_tqdm or len(requests) < 2, desc="prompts"
         ):
-            *_, last = self._engine.run(prompt, params)
+            for output in self.engine.run(prompt, params):
+                last = output
             outputs.append(last)
         return outputs
 
@@ -173,12 +185,12 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """Complete every prompt, one after another, yielding after each token; see `generate`."""
         for prompt, params in self._requests(prompts, sampling_params):
-            yield from self._engine.run(prompt, params)
+            yield from self.engine.run(prompt, params)
 
     def _requests(
         self, prompts: Any, sampling_params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[tuple[Any, SamplingParams]]:
-        engine = self._engine
+        engine = self.engine
         read = read_prompts(
             prompts, engine.tokenizer, engine.config.vocab_size, engine.max_model_len
         )
@@ -186,6 +198,12 @@ class LLM:
             sampling_params = SamplingParams()
         if isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params] * len(read)
+        if not isinstance(sampling_params, Sequence) or not all(
+            isinstance(p, SamplingParams) for p in sampling_params
+        ):
+            raise UserError(
+                f"sampling_params={sampling_params!r}: give a SamplingParams, or a list of them"
+            )
         if len(sampling_params) != len(read):
             raise UserError(
                 f"{len(sampling_params)} sampling_params for {len(read)} prompts: "
@@ -195,7 +213,9 @@ class LLM:
 
     def close(self) -> None:
         """Free the model's memory; the object cannot be used after it."""
-        del self._engine
+        if self._engine is not None:
+            self._engine.close()
+        self._engine = None
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

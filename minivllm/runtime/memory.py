@@ -58,6 +58,10 @@ def plan_memory(
     if budget is None:
         share = options.gpu_memory_utilization
         budget = CPU_KV_BYTES if free_bytes is None else int(free_bytes * share)
+    if free_bytes is not None and budget > free_bytes:
+        raise UserError(
+            f"runtime.kv_cache_memory_bytes={budget:,}: the GPU has {free_bytes:,} bytes free"
+        )
     length = wanted or model_len
     needed = -(-length // block_size)
     available = budget // bytes_per_block - 1 if bytes_per_block else needed

@@ -3,13 +3,16 @@
 Owns the state pools and the inputs of the graphs. Does not own which sequence has which slot and
 blocks, nor sampling.
 
-    runner = ModelRunner(compiled, weights, device, dtype, num_slots=2, num_blocks=9)
+    runner = ModelRunner(
+        compiled, weights, device, dtype, num_slots=2, num_blocks=9, block_size=256
+    )
     logits = runner.prefill([Row(token_ids, 0, state_slot=1, blocks=[1, 2])])
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -44,6 +47,7 @@ class ModelRunner:
     Args:
         compiled: both graphs, finished.
         weights: every weight of the graphs, on `device`.
+        device, dtype: what the graphs run on and in.
         num_slots, num_blocks: entries of the pools; entry 0 of each belongs to padding rows.
         implementations: op name to the implementation forced on it.
     """
@@ -97,7 +101,10 @@ class ModelRunner:
     def _run(self, phase: str, rows: Sequence[Row]) -> Tensor:
         graph = self.graphs[phase]
         inputs = self.inputs(rows)
-        return graph(**{n: inputs[n].to(self.device, non_blocking=True) for n in graph.inputs})
+        # Triton launches on the current device, which need not be this one
+        on_device = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+        with on_device:
+            return graph(**{n: inputs[n].to(self.device, non_blocking=True) for n in graph.inputs})
 
     def inputs(self, rows: Sequence[Row]) -> dict[str, Tensor]:
         """The inputs of a step on the CPU, in the vocabulary of `compiler.graph.INPUTS`."""

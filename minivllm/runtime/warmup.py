@@ -2,13 +2,14 @@
 
 Owns what is run and the counting of builds. Does not own the kernels.
 
-    builds = warm_up(runner)     # Builds(count=31, seconds=12.4)
+    builds = warm_up(runner, slot=1, blocks=range(1, 9))     # Builds(count=31, seconds=12.4)
 """
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -28,19 +29,23 @@ class Builds:
     seconds: float = 0.0
 
 
-def warm_up(runner: ModelRunner, slot: int, block: int) -> Builds:
+def warm_up(runner: ModelRunner, slot: int, blocks: Sequence[int]) -> Builds:
     """Run a prompt in two chunks and one token through the graphs.
 
     Args:
-        slot, block: owned by nobody yet; their content is that of no request.
+        slot, blocks: owned by nobody yet; their content is that of no request.
+
+    Returns:
+        The kernels built and the seconds of the runs.
     """
     builds = Builds()
     start = time.perf_counter()
     with _counted(builds):
-        ids = [0] * min(PROMPT, runner.block_size - 1)
-        runner.prefill([Row(ids[:-1], 0, slot, [block])])
-        runner.prefill([Row(ids, len(ids) - 1, slot, [block])])
-        runner.decode([Row([*ids, 0], len(ids), slot, [block])])
+        ids = [0] * min(PROMPT + 1, len(blocks) * runner.block_size)
+        cuts = sorted({0, max(len(ids) - 2, 0), len(ids) - 1})
+        for start, end in itertools.pairwise(cuts):
+            runner.prefill([Row(ids[:end], start, slot, blocks)])
+        runner.decode([Row(ids, len(ids) - 1, slot, blocks)])
         torch.cuda.synchronize(runner.device)
     builds.seconds = time.perf_counter() - start
     return builds

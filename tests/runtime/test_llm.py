@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from minivllm import LLM, SamplingParams
-from minivllm.config import ModelOptions, RuntimeOptions
+from minivllm.config import CompilerOptions, EngineConfig, ModelOptions, RuntimeOptions
 from minivllm.errors import UserError
 from minivllm.model.config import MiniQwenConfig
 from minivllm.model.weights import load_config
@@ -173,3 +173,70 @@ def test_a_checkpoints_shape_wins_and_is_said(caplog: pytest.LogCaptureFixture) 
     _, found = find_model(options)
     assert found.hidden_size == 192
     assert "model.architecture is not used" in caplog.text and "hidden_size" in caplog.text
+
+
+def test_two_streams_cannot_share_the_engine(llm: LLM) -> None:
+    first = llm.stream("She had", GREEDY)
+    next(first)
+    with pytest.raises(UserError, match="another request of this engine is running"):
+        next(llm.stream("import os", GREEDY))
+    first.close()
+    assert len(llm.generate("She had", GREEDY)[0].outputs[0].token_ids) == 12
+
+
+def test_a_closed_llm_says_so() -> None:
+    llm = LLM("tiny", device="cpu")
+    llm.close()
+    llm.close()
+    with pytest.raises(UserError, match="closed"):
+        llm.generate("a", GREEDY)
+
+
+def test_closing_gives_the_threads_back() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        llm = LLM("tiny", device="cpu")
+        assert torch.get_num_threads() == 1
+        llm.close()
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0.0}, [{"temperature": 0.0}], "a", 3])
+def test_parameters_of_another_type(params: Any, llm: LLM) -> None:
+    with pytest.raises(UserError, match="give a SamplingParams"):
+        llm.generate(["a"], params)
+
+
+def test_bytes_are_no_token_ids(llm: LLM) -> None:
+    with pytest.raises(UserError, match="give a text"):
+        llm.generate(b"abc", GREEDY)
+
+
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+@pytest.mark.parametrize("op", ["gated_delta_rule", "nothing"])
+def test_an_implementation_for_an_op_that_is_not_there(op: str, mode: str) -> None:
+    compiler = CompilerOptions(mode=mode, implementations={op: "torch"})
+    with pytest.raises(UserError, match=rf"compiler.implementations.*{op}.*choose from"):
+        LLM.from_config(EngineConfig(model_preset("tiny"), compiler, RuntimeOptions(device="cpu")))
+
+
+def test_only_a_cut_that_matters_stops_the_engine() -> None:
+    def build(last: str) -> LLM:
+        compiler = CompilerOptions(stop_after=last)
+        return LLM.from_config(
+            EngineConfig(model_preset("tiny"), compiler, RuntimeOptions(device="cpu"))
+        )
+
+    assert len(build("lower_attention").generate("a", GREEDY)[0].outputs[0].token_ids) == 12
+    with pytest.raises(UserError, match=r"leaves out .*lower_mixers.* minivllm.inspect"):
+        build("fuse_norms")
+
+
+def test_a_local_folder_counts_with_dummy_weights_too(tmp_path: Any) -> None:
+    shape = dict(model_preset("miniqwen08b").architecture or {})
+    options = ModelOptions(path=str(tmp_path / "typo"), load_format="dummy", architecture=shape)
+    with pytest.raises(UserError, match="typo"):
+        find_model(options)

@@ -35,6 +35,8 @@ def test_the_share_of_the_free_memory() -> None:
 def test_bytes_win_over_the_share() -> None:
     cut = plan(free=10**9, kv_cache_memory_bytes=3000)
     assert (cut.num_blocks, cut.max_model_len) == (3, 32)
+    with pytest.raises(UserError, match="kv_cache_memory_bytes=3,000: the GPU has 2,000 bytes"):
+        plan(free=2000, kv_cache_memory_bytes=3000)
 
 
 def test_the_default_on_a_cpu() -> None:
