@@ -101,8 +101,9 @@ class ModelRunner:
     def _run(self, phase: str, rows: Sequence[Row]) -> Tensor:
         graph = self.graphs[phase]
         inputs = self.inputs(rows)
-        # Triton launches on the current device, which need not be this one
-        on_device = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+        # Triton launches on the current device, which need not be the one that was named
+        named = self.device.type == "cuda" and self.device.index is not None
+        on_device = torch.cuda.device(self.device) if named else nullcontext()
         with on_device:
             return graph(**{n: inputs[n].to(self.device, non_blocking=True) for n in graph.inputs})
 
