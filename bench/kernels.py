@@ -7,9 +7,10 @@ Every op runs the implementation that binding would choose for this device. Its 
 the op's definition in float32 first; a mismatch ends the run. Then the op is timed
 inside a captured CUDA Graph that holds one call for each of several input sets, so that what is
 memory-bound does not find its inputs in the cache. The floor is the bytes that must move (each
-input and output once, each state once in and once out) at 4.3 TB/s. FLA's varlen entry cannot be
-captured as it comes (it copies `cu_seqlens` to the host), so what runs on it is timed from Python
-and marked so.
+input and output once, each state once in and once out, of a KV cache the keys and values attended
+to) at 4.3 TB/s; attention of a prefill is bound by its products instead. FLA's varlen entry cannot
+be captured as it comes (it copies `cu_seqlens` to the host), so what runs on it is timed from
+Python and marked so, and so is attention on torch.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import math
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -37,15 +38,17 @@ from minivllm.model.miniqwen import inv_freq
 from minivllm.model.weights import load_config, resolve_model
 from minivllm.ops import OPS, Implementation, Op
 from minivllm.ops.fla import chunk_metadata
+from minivllm.ops.paged_attention import BLOCK_SIZE
 from minivllm.presets import model_preset
 
 BATCHES = (1, 8, 32, 256)
+CONTEXTS = (128, 1024, 4096)  # tokens that a decode step attends to
 PROMPTS = (2048, 8192)
+HISTORIES = (0, 2048)  # tokens before a prompt's chunk
 BANDWIDTH = 4.3e12  # bytes a second that an H200 reaches
 COLD_BYTES = 192 * 2**20  # more than its L2 holds, several times
 MAX_SETS = 32
 REPLAYS = 30
-BLOCK_SIZE = 256
 
 Args = tuple[Any, ...]
 
@@ -83,6 +86,9 @@ class Shapes:
 
     def int64(self, values: Any) -> Tensor:
         return torch.as_tensor(values, dtype=torch.int64).to(self.device)
+
+    def int32(self, values: Tensor) -> Tensor:
+        return values.to(torch.int32).to(self.device)
 
     def columns(self, tokens: int, *shapes: tuple[int, ...]) -> list[Tensor]:
         """Slices of one row, side by side, each from a multiple of 16 bytes (merge_linears)."""
@@ -159,6 +165,64 @@ class Shapes:
             [(*caches, k, v, p) for (_, k, v), p in zip(attention, places, strict=True)],
         )
 
+    def weight(self, outputs: int, inputs: int) -> Tensor:
+        """A projection that keeps the activations' size."""
+        return self.random(outputs, inputs) * inputs**-0.5
+
+    def linears(self, tokens: int, sets: int) -> Iterator[tuple[str, list[Args]]]:
+        """The projections of a decode step but the head, with what is fused into them."""
+        c = self.config
+        hidden, wide = c.hidden_size, c.intermediate_size
+        convention = (self.random(hidden), c.rms_norm_eps, 1.0, False)
+        mixed = c.conv_dim + c.value_dim + 2 * c.linear_num_value_heads
+        qkv = 2 * (c.num_attention_heads + c.num_key_value_heads) * c.head_dim
+        for outputs in (mixed, qkv):
+            yield (
+                "linear",
+                [(self.random(tokens, hidden), self.weight(outputs, hidden)) for _ in range(sets)],
+            )
+        yield (
+            "linear_silu_mul",
+            [
+                (self.random(tokens, hidden), self.weight(2 * wide, hidden), wide)
+                for _ in range(sets)
+            ],
+        )
+
+        def tail(inputs: int) -> Args:
+            return self.weight(hidden, inputs), self.random(tokens, hidden), *convention
+
+        yield (
+            "linear_add_rms_norm",
+            [(self.random(tokens, wide), *tail(wide)) for _ in range(sets)],
+        )
+        values = (c.linear_num_value_heads, c.linear_value_head_dim)
+        gated_norm = self.random(values[1]), c.rms_norm_eps
+        yield (
+            "gated_rms_norm_linear_add_rms_norm",
+            [
+                (
+                    self.random(tokens, *values),
+                    self.mixer_row(tokens)[3],
+                    *gated_norm,
+                    *tail(c.value_dim),
+                )
+                for _ in range(sets)
+            ],
+        )
+        heads = (c.num_attention_heads, c.head_dim)
+        yield (
+            "sigmoid_mul_linear_add_rms_norm",
+            [
+                (
+                    self.random(tokens, *heads),
+                    self.random(tokens, heads[0], 2 * heads[1])[..., heads[1] :],
+                    *tail(heads[0] * heads[1]),
+                )
+                for _ in range(sets)
+            ],
+        )
+
     def recurrent_rows(self, tokens: int) -> tuple[Tensor, ...]:
         """q, k, v (of the convolution's output), a, b, A_log, dt_bias."""
         c = self.config
@@ -200,16 +264,56 @@ class Shapes:
             [(*self.recurrent_rows(tokens), recurrent, s, *tail) for s in slots],
         )
 
-    def decode(self, batch: int, sets: int = 1) -> Iterator[tuple[str, list[Args]]]:
+    def attention(
+        self, phase: str, sequences: int, tokens: int, contexts: Sequence[int], sets: int
+    ) -> Iterator[tuple[str, list[Args]]]:
+        """Attention over the cache, at each context; each set has scattered blocks of its own.
+
+        Args:
+            tokens: of all sequences together.
+            contexts: tokens of each sequence, this step's among them.
+        """
+        c = self.config
+        heads, kv_heads, dim = c.num_attention_heads, c.num_key_value_heads, c.head_dim
+        for context in contexts:
+            width = -(-context // BLOCK_SIZE)
+            count = sets * sequences * width
+            caches = [self.random(count + 1, BLOCK_SIZE, kv_heads, dim) for _ in range(2)]
+            blocks = self.int32(torch.randperm(count) + 1).view(sets, sequences, width)
+            lengths = self.int32(torch.full((sequences,), context))
+            tables: list[Args] = [(own,) for own in blocks]
+            if phase == "prefill":
+                starts = torch.arange(sequences + 1)
+                indptr = self.int32(starts * width)
+                cu_seqlens = self.int32(starts * (tokens // sequences))
+                tables = [(indptr, own.flatten(), cu_seqlens) for own in blocks]
+            yield (
+                f"paged_attention_{phase}",
+                [
+                    (self.random(tokens, heads, dim), *caches, *table, lengths, dim**-0.5)
+                    for table in tables
+                ],
+            )
+
+    def decode(
+        self, batch: int, sets: int = 1, contexts: Sequence[int] = (130,)
+    ) -> Iterator[tuple[str, list[Args]]]:
         """Every op of a decode step over `batch` sequences, with `sets` argument tuples each."""
         return itertools.chain(
-            self.token_wise(batch, sets), self.stateful("decode", batch, batch, sets)
+            self.token_wise(batch, sets),
+            self.linears(batch, sets),
+            self.stateful("decode", batch, batch, sets),
+            self.attention("decode", batch, batch, contexts, sets),
         )
 
-    def prefill(self, tokens: int, sets: int = 1) -> Iterator[tuple[str, list[Args]]]:
+    def prefill(
+        self, tokens: int, sets: int = 1, histories: Sequence[int] = (0,)
+    ) -> Iterator[tuple[str, list[Args]]]:
         """Every op of a prefill of one sequence of `tokens`."""
         return itertools.chain(
-            self.token_wise(tokens, sets), self.stateful("prefill", 1, tokens, sets)
+            self.token_wise(tokens, sets),
+            self.stateful("prefill", 1, tokens, sets),
+            self.attention("prefill", 1, tokens, [h + tokens for h in histories], sets),
         )
 
 
@@ -226,12 +330,19 @@ def named(op: Op, args: Args) -> dict[str, Any]:
 
 
 def traffic(op: Op, args: Args, outputs: list[Tensor]) -> int:
-    """Bytes that must move: inputs and outputs once, the used slots of a pool in and out."""
+    """Bytes that must move: inputs and outputs once, the used slots of a pool in and out.
+
+    Of a KV cache, the tokens that are written, or those that are attended to.
+    """
     given = named(op, args)
     moved = [*outputs]
     for name, value in given.items():
         if name in ("k_cache", "v_cache"):
-            moved.append(given[name[0]])
+            if "seq_lens" in given:
+                tokens = int(given["seq_lens"].sum())
+                moved.append(value[0, :1].expand(tokens, *value.shape[2:]))
+            else:
+                moved.append(given[name[0]])
         elif name == "state":
             moved += 2 * [value[0].expand(given["slots"].shape[0], *value.shape[1:])]
         elif isinstance(value, Tensor):
@@ -301,10 +412,11 @@ def time_call(call: Callable[..., Any], sets: list[Args], captured: bool) -> flo
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement; microseconds and bytes are of one call."""
+    """One measurement; microseconds and bytes are of one call, context of attention only."""
 
     op: str
     tokens: int
+    context: int
     implementation: str
     state: str
     captured: bool
@@ -316,8 +428,9 @@ class Row:
     def __str__(self) -> str:
         note = "" if self.captured else "  from Python"
         return (
-            f"{self.op:38} {self.tokens:6} {self.implementation:7} {self.state:9} "
-            f"{self.us:9.2f} {self.bytes / 1e6:9.3f} {self.floor_us:9.2f} {self.ratio:7.2f}{note}"
+            f"{self.op:38} {self.tokens:6} {self.context or '':7} {self.implementation:10} "
+            f"{self.state:9} {self.us:9.2f} {self.bytes / 1e6:9.3f} {self.floor_us:9.2f} "
+            f"{self.ratio:7.2f}{note}"
         )
 
 
@@ -334,22 +447,27 @@ def measure(
     if wrong is not None:
         raise SystemExit(f"{name}, {tokens} tokens, {implementation.name}: {wrong}")
     moved = traffic(op, sets[0], outputs_of(implementation.call(*sets[0])))
-    captured = implementation.name != "fla"
+    attention = name.startswith("paged_attention")
+    # torch's attention asks the device for the lengths
+    captured = implementation.name != "fla" and not (attention and implementation.name == "torch")
     us = time_call(implementation.call, sets[: sets_for(moved)], captured)
     floor = moved / BANDWIDTH * 1e6
     state = str(shapes.state_dtype).removeprefix("torch.") if "delta_rule" in name else ""
-    return Row(name, tokens, implementation.name, state, captured, us, moved, floor, us / floor)
+    context = int(named(op, sets[0])["seq_lens"][0]) if attention else 0
+    return Row(
+        name, tokens, context, implementation.name, state, captured, us, moved, floor, us / floor
+    )
 
 
 def rows(config: MiniQwenConfig, dtype: torch.dtype, only: re.Pattern[str]) -> Iterator[Row]:
     """Every measurement of a model."""
-    phases: list[tuple[str, tuple[int, ...]]] = [("decode", BATCHES), ("prefill", PROMPTS)]
+    phases = (("decode", BATCHES, CONTEXTS), ("prefill", PROMPTS, HISTORIES))
     for state_dtype in (torch.float32, torch.bfloat16):
         shapes = Shapes(config, dtype, "cuda", state_dtype)
-        for phase, sizes in phases:
+        for phase, sizes, contexts in phases:
             for tokens in sizes:
                 sets = MAX_SETS if tokens <= 32 else 4
-                for name, args in getattr(shapes, phase)(tokens, sets):
+                for name, args in getattr(shapes, phase)(tokens, sets, contexts):
                     seen = state_dtype != torch.float32 and "delta_rule" not in name
                     if seen or not only.search(name):
                         continue
@@ -373,8 +491,8 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     config = model_config(options.model)
     print(
-        f"{'op':38} {'tokens':>6} {'kernel':7} {'state':9} {'us':>9} {'MB':>9} {'floor us':>9} "
-        f"{'ratio':>7}"
+        f"{'op':38} {'tokens':>6} {'context':>7} {'kernel':10} {'state':9} {'us':>9} {'MB':>9} "
+        f"{'floor us':>9} {'ratio':>7}"
     )
     measured = []
     with torch.inference_mode():

@@ -29,6 +29,7 @@ class Executable:
         inputs: names of the inputs it takes.
         implementations: op name to the name of the implementation chosen for it.
         warnings: a line for each op whose preferred package is missing.
+        capturable: whether a CUDA Graph can hold it.
     """
 
     def __init__(
@@ -37,11 +38,13 @@ class Executable:
         inputs: tuple[str, ...],
         implementations: dict[str, str],
         warnings: list[str],
+        capturable: bool,
     ) -> None:
         self.module = module
         self.inputs = inputs
         self.implementations = implementations
         self.warnings = warnings
+        self.capturable = capturable
 
     def __call__(self, **inputs: Tensor) -> Tensor:
         """Run a step.
@@ -105,4 +108,5 @@ def bind(
             node.target = chosen[op.name].call
     module = fx.GraphModule(attributes, bound, class_name=f"{graph.phase}_graph")
     names = {op: implementation.name for op, implementation in chosen.items()}
-    return Executable(module, graph.input_names, names, warnings)
+    capturable = all(implementation.capturable for implementation in chosen.values())
+    return Executable(module, graph.input_names, names, warnings, capturable)

@@ -23,6 +23,7 @@ from minivllm.compiler.trace import trace
 from minivllm.compiler.verify import Verifier
 from minivllm.config import CompilerOptions
 from minivllm.model.config import MiniQwenConfig
+from minivllm.ops.paged_attention import BLOCK_SIZE
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def compile_model(
     options: CompilerOptions,
     *,
     state_dtype: torch.dtype = torch.float32,
-    block_size: int = 256,
+    block_size: int = BLOCK_SIZE,
     observers: Sequence[Observer] = (),
 ) -> CompiledModel:
     """Trace the model once and lower it for both phases.

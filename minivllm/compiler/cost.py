@@ -6,8 +6,10 @@ Owns the counting. Does not own measurements (`bench/`).
     compile_model(config, dtype, options, observers=(table.observe,))
     table.stages["decode"][-1].cost.launches
 
-A launch is a call that computes something; views and tuple elements cost nothing. Bytes are what
-a call must read and write at least once: its tensors, but of a pool only the rows it touches.
+A launch is a call that computes something; views and tuple elements cost nothing. Decode attention
+is two where its kernel splits the keys, and so is a linear with the norm behind it. Bytes are what
+a call must read and write at least once: its tensors, but of a pool only the rows it touches, and
+no scratch memory.
 """
 
 from __future__ import annotations
@@ -22,8 +24,12 @@ import torch
 from torch.fx import Node
 
 from minivllm.compiler.graph import Graph
+from minivllm.ops import OPS
+from minivllm.ops.linear import launches as linear_launches
+from minivllm.ops.paged_attention import num_splits
 
 aten = torch.ops.aten
+LINEARS = {OPS[name].overload: name for name in OPS if "linear" in name}
 
 
 @dataclass(frozen=True)
@@ -93,7 +99,10 @@ def call_cost(graph: Graph, node: Node, values: Mapping[str, int], context: int)
     if node.target is torch.ops.minivllm.paged_kv_write.default:
         new = node.all_input_nodes[2:4]
         return Cost(1, 2 * sum(_bytes(n.meta["val"], values) for n in new))
-    moved = output
+    moved, launches = output, 1
+    if node.target in LINEARS:
+        rows = node.all_input_nodes[0].meta["val"]
+        launches = linear_launches(LINEARS[node.target], _size(rows.shape[0], values), rows.dtype)
     sequences = _size(graph.symbols["seqs"], values)
     for source in node.all_input_nodes:
         spec = graph.states.get(str(source.target))
@@ -102,8 +111,12 @@ def call_cost(graph: Graph, node: Node, values: Mapping[str, int], context: int)
         elif spec.kind == "slot":  # each sequence's entry, in and out
             moved += 2 * sequences * spec.bytes_per_entry
         else:
-            moved += sequences * context * spec.bytes_per_entry // spec.shape[0]
-    return Cost(1, moved)
+            block_size, kv_heads, _ = spec.shape
+            moved += sequences * context * spec.bytes_per_entry // block_size
+            split = num_splits(sequences, kv_heads, -(-context // block_size)) > 1
+            if split and node.target is torch.ops.minivllm.paged_attention_decode.default:
+                launches = 2
+    return Cost(launches, moved)
 
 
 def is_free(node: Node) -> bool:

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 
 PHASES = ("prefill", "decode")
-SYMBOLS = ("tokens", "seqs", "rows", "blocks", "chunks", "slots", "num_blocks")
+SYMBOLS = ("tokens", "seqs", "rows", "blocks", "kv_blocks", "chunks", "slots", "num_blocks")
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,8 @@ INPUTS: dict[str, InputSpec] = {
     "cu_seqlens": InputSpec(("seqs + 1",), torch.int32, "where each sequence's tokens start"),
     "chunk_indices": InputSpec(("chunks", 2), torch.int32, "(sequence, chunk of 64 tokens)"),
     "block_table": InputSpec(("seqs", "blocks"), torch.int32, "KV blocks of each sequence"),
+    "kv_indptr": InputSpec(("seqs + 1",), torch.int32, "where each sequence's KV blocks start"),
+    "kv_indices": InputSpec(("kv_blocks",), torch.int32, "KV blocks of all sequences, packed"),
     "seq_lens": InputSpec(("seqs",), torch.int32, "length of each sequence, this step included"),
     "slot_mapping": InputSpec(("tokens",), torch.int64, "place of each token in the KV cache"),
     "logits_rows": InputSpec(("rows",), torch.int64, "tokens whose logits are wanted"),

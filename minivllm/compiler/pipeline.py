@@ -11,7 +11,10 @@ from collections.abc import Sequence
 
 from minivllm.compiler.passes.base import GraphPass
 from minivllm.compiler.passes.canonicalize import Canonicalize
+from minivllm.compiler.passes.decode_linears import DecodeLinears
 from minivllm.compiler.passes.fold_gate import FoldGate
+from minivllm.compiler.passes.fuse_linear_epilogues import FuseLinearEpilogues
+from minivllm.compiler.passes.fuse_linear_prologues import FuseLinearPrologues
 from minivllm.compiler.passes.fuse_norms import FuseNorms
 from minivllm.compiler.passes.fuse_output_gate import FuseOutputGate
 from minivllm.compiler.passes.fuse_qk_norm_rope import FuseQkNormRope
@@ -34,6 +37,9 @@ PIPELINE: tuple[GraphPass, ...] = (
     FuseQkNormRope(),  # while attention is opaque; takes the q and k norms
     FuseOutputGate(),  # in any order with the two before it
     SelectLogits(),  # while the head is still a plain linear at the graph's end
+    FuseLinearEpilogues(),  # takes the merged gate and up, and the norms behind additions
+    FuseLinearPrologues(),  # takes the gated norms and gates, for the projections of the one before
+    DecodeLinears(),  # last of the fusions: the linears that none of them took
     LowerMixers(),  # mutation enters here: nothing after it may assume a functional graph
     LowerAttention(),  # after the mixers by habit only; the two do not touch each other's ops
     InplaceState(),  # last: it needs the visible gathers and scatters

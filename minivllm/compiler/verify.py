@@ -14,6 +14,7 @@ prefix of the pipeline can be compared.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,6 +33,7 @@ from minivllm.model.miniqwen import constants
 from minivllm.model.weights import dummy_weights
 from minivllm.ops import OPS
 from minivllm.ops.fla import chunk_metadata
+from minivllm.ops.paged_attention import BLOCK_SIZE
 
 # how many leading arguments of an opaque op have a row per token
 OPAQUE_OPS: dict[Any, int] = {
@@ -142,7 +144,8 @@ class Verifier:
 
     def _run(self, graph: Graph, weights: Mapping[str, Tensor]) -> Tensor:
         """The logits of the whole scenario of the graph's phase, at the rows it wants."""
-        block_size = next((s.shape[0] for s in graph.states.values() if s.kind == "block"), 256)
+        sizes = (s.shape[0] for s in graph.states.values() if s.kind == "block")
+        block_size = next(sizes, BLOCK_SIZE)
         weights = assemble(graph.weights, weights)
         entries = pool_entries(block_size)
         pools = Pools(
@@ -193,6 +196,7 @@ def scenario(phase: str, vocab: int, block_size: int) -> list[Batch]:
             rows.append(len(positions) - 1)
         cu_seqlens, chunk_indices = chunk_metadata(lengths)
         ends = [c + length for c, length in zip(computed, lengths, strict=True)]
+        used = [-(-end // block_size) for end in ends]
         inputs = {
             "input_ids": torch.randint(vocab, (len(positions),), generator=generator),
             "positions": torch.tensor(positions),
@@ -201,6 +205,8 @@ def scenario(phase: str, vocab: int, block_size: int) -> list[Batch]:
             "cu_seqlens": cu_seqlens,
             "chunk_indices": chunk_indices,
             "block_table": block_table,
+            "kv_indptr": torch.tensor([0, *itertools.accumulate(used)], dtype=torch.int32),
+            "kv_indices": torch.cat([block_table[n, :count] for n, count in enumerate(used)]),
             "seq_lens": torch.tensor(ends, dtype=torch.int32),
             "slot_mapping": torch.tensor(places),
             "logits_rows": torch.tensor(rows),

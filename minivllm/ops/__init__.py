@@ -27,6 +27,13 @@ from minivllm.ops.gated_delta_rule_slots import (
     FUSED_GATED_DELTA_RULE_PREFILL_SLOTS,
 )
 from minivllm.ops.gating import SIGMOID_MUL, SILU_MUL
+from minivllm.ops.linear import (
+    GATED_RMS_NORM_LINEAR_ADD_RMS_NORM,
+    LINEAR,
+    LINEAR_ADD_RMS_NORM,
+    LINEAR_SILU_MUL,
+    SIGMOID_MUL_LINEAR_ADD_RMS_NORM,
+)
 from minivllm.ops.op import Implementation, Op
 from minivllm.ops.paged_attention import (
     PAGED_ATTENTION_DECODE,
@@ -62,6 +69,11 @@ OPS: dict[str, Op] = {
         CAUSAL_CONV1D_DECODE_SLOTS,
         FUSED_GATED_DELTA_RULE_PREFILL_SLOTS,
         FUSED_GATED_DELTA_RULE_DECODE_SLOTS,
+        LINEAR,
+        LINEAR_SILU_MUL,
+        LINEAR_ADD_RMS_NORM,
+        GATED_RMS_NORM_LINEAR_ADD_RMS_NORM,
+        SIGMOID_MUL_LINEAR_ADD_RMS_NORM,
     )
 }
 

@@ -185,8 +185,8 @@ CAUSAL_CONV1D_PREFILL = define_op(
     definition=define_varlen,
     fake=_varlen_fake,
     implementations=(
-        Implementation("torch", _varlen),
-        Implementation("fla", _varlen_fla, ("cuda",), HALF_DTYPES, package="fla"),
+        Implementation("torch", _varlen, capturable=False),
+        Implementation("fla", _varlen_fla, ("cuda",), HALF_DTYPES, "fla", capturable=False),
     ),
     examples=_varlen_examples,
     tolerance=_TOLERANCE,
@@ -198,7 +198,7 @@ CAUSAL_CONV1D_DECODE = define_op(
     fake=_update_fake,
     implementations=(
         Implementation("torch", define_update),
-        Implementation("fla", _update_fla, ("cuda",), HALF_DTYPES, package="fla"),
+        Implementation("fla", _update_fla, ("cuda",), HALF_DTYPES, "fla", capturable=False),
     ),
     examples=_update_examples,
     tolerance=_TOLERANCE,

@@ -162,7 +162,7 @@ CAUSAL_CONV1D_PREFILL_SLOTS = define_op(
     definition=define_prefill_slots,
     fake=_prefill_slots_fake,
     implementations=(
-        Implementation("torch", _prefill_slots),
+        Implementation("torch", _prefill_slots, capturable=False),
         Implementation(
             "triton",
             kernel("causal_conv1d", "causal_conv1d_prefill_slots"),

@@ -5,6 +5,8 @@ of `cu_seqlens`; a buffer that is filled anew for the next batch would silently 
 batch's. Its memo is switched off here, and chunk indices are graph inputs.
 
     o, state = fla.chunk_gated_delta_rule()(q, k, v, g, beta, ...)
+
+Also owns the indices of packed sequences by chunks of 64 tokens, exact and padded.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor
 
 CHUNK_SIZE = 64
+SOLVE_BLOCK = 16  # rows that FLA solves at once; it writes no blocks above the diagonal's
 
 
 @functools.cache
@@ -74,3 +77,39 @@ def chunk_metadata(lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
         chunks += [(n, c) for c in range(-(-length // CHUNK_SIZE))]
     cu_seqlens = torch.tensor(starts, dtype=torch.int32)
     return cu_seqlens, torch.tensor(chunks, dtype=torch.int32).reshape(-1, 2)
+
+
+def max_chunks(tokens: int, seqs: int) -> int:
+    """The most chunks that `seqs` sequences of together `tokens` tokens can have."""
+    # ceil(L / 64) is at most (L + 63) / 64
+    return min(tokens, (tokens + (CHUNK_SIZE - 1) * seqs) // CHUNK_SIZE)
+
+
+def padded_chunk_metadata(
+    lengths: Sequence[int], tokens: int, seqs: int, chunks: int
+) -> tuple[Tensor, Tensor]:
+    """`chunk_metadata` of the given sizes: whatever the lengths, tensors of the same shapes.
+
+    The surplus tokens belong to the last sequence, the padding sequence; those between it and the
+    given ones are empty. A surplus row of `chunk_indices` names the chunk behind the last
+    sequence's last one, which every kernel skips (`fla_chunks`): no index is negative, and no
+    chunk is computed twice.
+
+    Args:
+        lengths: tokens of each sequence.
+        tokens: at least their sum.
+        seqs: sequences; more than there are lengths if there are surplus tokens.
+        chunks: rows; `max_chunks(tokens, seqs)` do for any lengths.
+
+    Returns:
+        `cu_seqlens` `[seqs + 1]` and `chunk_indices` `[chunks, 2]`, int32, on CPU.
+    """
+    surplus, empty = tokens - sum(lengths), seqs - len(lengths)
+    assert seqs > 0 and surplus >= 0 and empty >= (surplus > 0), (lengths, tokens, seqs)
+    padded = [*lengths, *[0] * empty]
+    padded[-1] += surplus
+    cu_seqlens, chunk_indices = chunk_metadata(padded)
+    missing = chunks - len(chunk_indices)
+    assert missing >= 0, f"{lengths} with {surplus} surplus tokens are {len(chunk_indices)} chunks"
+    behind = torch.tensor([seqs - 1, -(-padded[-1] // CHUNK_SIZE)], dtype=torch.int32)
+    return cu_seqlens, torch.cat([chunk_indices, behind.expand(missing, 2)])

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from minivllm.ops import fla, gated_delta_rule
 from minivllm.ops.examples import columns, vector
+from minivllm.ops.fla_chunks import delta_rule_by_chunks
 from minivllm.ops.op import HALF_DTYPES, Implementation, define_op
 
 L2_EPS = 1e-6
@@ -110,24 +111,10 @@ def varlen_fla(
     chunk_indices: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """FLA's chunked kernels; beta is not rounded there."""
-    o, final_state = fla.chunk_gated_delta_rule()(
-        q[None],
-        k[None],
-        v[None],
-        a[None],
-        b[None],
-        initial_state=initial_state,
-        output_final_state=True,
-        use_qk_l2norm_in_kernel=True,
-        use_gate_in_kernel=True,
-        use_beta_sigmoid_in_kernel=True,
-        A_log=A_log,
-        dt_bias=dt_bias,
-        state_v_first=True,
-        cu_seqlens=cu_seqlens,
-        chunk_indices=chunk_indices,
+    o, final_state = delta_rule_by_chunks(
+        q, k, v, a, b, A_log, dt_bias, initial_state, cu_seqlens, chunk_indices
     )
-    return o[0], final_state.to(initial_state.dtype)
+    return o, final_state.to(initial_state.dtype)
 
 
 def _varlen_fake(
@@ -276,7 +263,7 @@ FUSED_GATED_DELTA_RULE_PREFILL = define_op(
     definition=define_varlen,
     fake=_varlen_fake,
     implementations=(
-        Implementation("torch", _varlen),
+        Implementation("torch", _varlen, capturable=False),
         Implementation("fla", varlen_fla, ("cuda",), HALF_DTYPES, package="fla"),
     ),
     examples=_varlen_examples,
@@ -289,7 +276,7 @@ FUSED_GATED_DELTA_RULE_DECODE = define_op(
     fake=_decode_fake,
     implementations=(
         Implementation("torch", define_decode),
-        Implementation("fla", _decode_fla, ("cuda",), HALF_DTYPES, package="fla"),
+        Implementation("fla", _decode_fla, ("cuda",), HALF_DTYPES, "fla", capturable=False),
     ),
     examples=_decode_examples,
     tolerance=TOLERANCE,

@@ -50,7 +50,8 @@ def define_varlen(
         g, beta: `[T, HV]`; g float32.
         initial_state: `[N, HV, V, K]`.
         cu_seqlens: `[N + 1]`, int32: where each sequence starts; the last entry is T.
-        chunk_indices: `[chunks, 2]`, int32 (sequence, chunk of 64 in it); FLA's kernel needs it.
+        chunk_indices: `[chunks, 2]`, int32 (sequence, chunk of 64 in it), which kernels need; rows
+            behind the last chunk's may name chunks past their sequence's end (`fla_chunks`).
 
     Returns:
         o `[T, HV, V]` in v's dtype, and the states after the last token, in initial_state's.
@@ -310,8 +311,8 @@ GATED_DELTA_RULE_PREFILL = define_op(
     definition=define_varlen,
     fake=_varlen_fake,
     implementations=(
-        Implementation("torch", _varlen),
-        Implementation("fla", _varlen_fla, ("cuda",), HALF_DTYPES, package="fla"),
+        Implementation("torch", _varlen, capturable=False),
+        Implementation("fla", _varlen_fla, ("cuda",), HALF_DTYPES, "fla", capturable=False),
     ),
     examples=_varlen_examples,
     tolerance=_TOLERANCE,
@@ -324,7 +325,7 @@ GATED_DELTA_RULE_DECODE = define_op(
     fake=_decode_fake,
     implementations=(
         Implementation("torch", define_decode),
-        Implementation("fla", _decode_fla, ("cuda",), HALF_DTYPES, package="fla"),
+        Implementation("fla", _decode_fla, ("cuda",), HALF_DTYPES, "fla", capturable=False),
     ),
     examples=_decode_examples,
     tolerance=_TOLERANCE,

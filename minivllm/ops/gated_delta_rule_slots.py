@@ -19,6 +19,7 @@ from torch import Tensor
 
 from minivllm.ops import fla
 from minivllm.ops.examples import pool, scattered_slots
+from minivllm.ops.fla_chunks import delta_rule_by_chunks
 from minivllm.ops.fused_gated_delta_rule import (
     FUSED_GATED_DELTA_RULE_PREFILL,
     PREFILL_TOLERANCE,
@@ -27,7 +28,6 @@ from minivllm.ops.fused_gated_delta_rule import (
     define_varlen,
     example_rows,
     example_states,
-    varlen_fla,
 )
 from minivllm.ops.kernels import kernel
 from minivllm.ops.op import HALF_DTYPES, Implementation, define_op
@@ -149,9 +149,11 @@ def _prefill_slots_fla(
     cu_seqlens: Tensor,
     chunk_indices: Tensor,
 ) -> Tensor:
-    """FLA between our own gather and scatter; FLA's states are float32."""
+    """FLA's kernels between our own gather and scatter; their states are float32."""
     initial = _gather_states(state, slots, num_computed_tokens)
-    o, final = varlen_fla(q, k, v, a, b, A_log, dt_bias, initial, cu_seqlens, chunk_indices)
+    o, final = delta_rule_by_chunks(
+        q, k, v, a, b, A_log, dt_bias, initial, cu_seqlens, chunk_indices
+    )
     _scatter_states(final, state, slots, cu_seqlens)
     return o
 
@@ -236,7 +238,7 @@ FUSED_GATED_DELTA_RULE_PREFILL_SLOTS = define_op(
     definition=define_prefill_slots,
     fake=_prefill_slots_fake,
     implementations=(
-        Implementation("torch", _prefill_slots),
+        Implementation("torch", _prefill_slots, capturable=False),
         Implementation("fla", _prefill_slots_fla, ("cuda",), HALF_DTYPES, package="fla"),
     ),
     examples=_prefill_slots_examples,

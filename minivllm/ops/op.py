@@ -40,6 +40,8 @@ class Implementation:
         devices: device types it runs on.
         dtypes: activation dtypes for which it is exact enough to be chosen.
         package: an importable package it needs beside torch, or None.
+        capturable: it neither reads sizes on the host nor waits for the device, so that a CUDA
+            Graph can hold it.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Implementation:
     devices: tuple[str, ...] = ("cpu", "cuda")
     dtypes: tuple[torch.dtype, ...] = ALL_DTYPES
     package: str | None = None
+    capturable: bool = True
 
     def obstacle(self, device: torch.device, dtype: torch.dtype) -> str | None:
         """Why this implementation cannot be used, or None if it can."""

@@ -7,7 +7,8 @@ whom.
     o = torch.ops.minivllm.paged_attention_decode(q, k_cache, v_cache, block_table, seq_lens, scale)
 
 Shapes: T tokens, N sequences, H query heads, HK key/value heads, D head dim, B blocks a row of the
-block table. A cache is `[num_blocks, block_size, HK, D]`, one for keys and one for values.
+block table. A cache is `[num_blocks, block_size, HK, D]`, one for keys and one for values; it may
+be a strided view of a larger pool.
 """
 
 from __future__ import annotations
@@ -28,11 +29,27 @@ from minivllm.ops.attention import (
     example_rows,
     fused_attention,
 )
+from minivllm.ops.fla import CHUNK_SIZE
 from minivllm.ops.kernels import kernel
 from minivllm.ops.op import HALF_DTYPES, Implementation, define_op
 
-FLASH_ATTENTION_PAGE = 256  # its paged entries take multiples of this block size only
-COMPILED_HEAD_DIMS = (64, 128, 256)  # that every build of flash-attn has
+BLOCK_SIZE = CHUNK_SIZE  # tokens a KV block: a boundary of blocks is one of the delta rule's chunks
+
+# of the decode kernel, whose programs share out the blocks of one sequence
+PROGRAMS = 396  # three for each of an H200's 132 multiprocessors, which hold so many at D = 256
+MAX_SPLITS = 128  # what one program of the second kernel combines at once
+
+
+def num_splits(sequences: int, kv_heads: int, blocks: int) -> int:
+    """Programs that share the keys of one sequence and head in decode.
+
+    It depends on shapes alone, so that a launch can be captured; a program finds its share when it
+    runs, and one without a share ends at once.
+
+    Args:
+        blocks: B, most blocks of a sequence.
+    """
+    return max(1, min(PROGRAMS // max(1, sequences * kv_heads), MAX_SPLITS, blocks))
 
 
 def define_write(
@@ -63,7 +80,7 @@ def _over_cache(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    block_table: Tensor,
+    blocks_of: Callable[[int], Tensor],
     bounds: list[int],
     lengths: list[int],
     scale: float,
@@ -74,17 +91,36 @@ def _over_cache(
     for n, length in enumerate(lengths):
         rows = slice(bounds[n], bounds[n + 1])
         if length > 0 and bounds[n + 1] > bounds[n]:
-            blocks = block_table[n, : -(-length // block_size)].long()
+            blocks = blocks_of(n)[: -(-length // block_size)].long()
             k, v = (cache[blocks].flatten(0, 1)[:length] for cache in (k_cache, v_cache))
             o[rows] = attention(q[rows], k, v, scale)
     return o
+
+
+def _packed(
+    attention: Callable[[Tensor, Tensor, Tensor, float], Tensor],
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    cu_seqlens: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+) -> Tensor:
+    starts = kv_indptr.tolist()
+    return _over_cache(
+        attention, q, k_cache, v_cache, lambda n: kv_indices[starts[n] : starts[n + 1]],
+        cu_seqlens.tolist(), seq_lens.tolist(), scale,
+    )  # fmt: skip
 
 
 def define_prefill(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    block_table: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
     cu_seqlens: Tensor,
     seq_lens: Tensor,
     scale: float,
@@ -94,67 +130,80 @@ def define_prefill(
     Args:
         q: `[T, H, D]`; sequence n has rows `cu_seqlens[n]:cu_seqlens[n + 1]`, its last tokens.
         k_cache, v_cache: `[num_blocks, block_size, HK, D]`.
-        block_table: `[N, B]`, int32: the blocks of each sequence in order.
+        kv_indptr: `[N + 1]`, int32: where each sequence's blocks start.
+        kv_indices: `[blocks of all sequences]`, int32: sequence n has, in order, the blocks
+            `kv_indices[kv_indptr[n]:kv_indptr[n + 1]]`, enough for its length. What stands behind
+            the last sequence's belongs to nobody.
         cu_seqlens: `[N + 1]`, int32.
         seq_lens: `[N]`, int32: length of each sequence with its history; 0 for a padding row.
 
     Returns:
         `[T, H, D]` in q's dtype.
     """
-    return _over_cache(
-        define_attention, q, k_cache, v_cache, block_table, cu_seqlens.tolist(),
-        seq_lens.tolist(), scale,
-    )  # fmt: skip
+    return _packed(
+        define_attention, q, k_cache, v_cache, kv_indptr, kv_indices, cu_seqlens, seq_lens, scale
+    )
 
 
 def _prefill(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    block_table: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
     cu_seqlens: Tensor,
     seq_lens: Tensor,
     scale: float,
 ) -> Tensor:
-    return _over_cache(
-        fused_attention, q, k_cache, v_cache, block_table, cu_seqlens.tolist(), seq_lens.tolist(),
-        scale,
-    )  # fmt: skip
+    return _packed(
+        fused_attention, q, k_cache, v_cache, kv_indptr, kv_indices, cu_seqlens, seq_lens, scale
+    )
 
 
 def _prefill_flash(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    block_table: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
     cu_seqlens: Tensor,
     seq_lens: Tensor,
     scale: float,
 ) -> Tensor:
-    """flash-attn's varlen entry over pages; lengths stay on the device.
+    """flash-attn's unpaged varlen entry over the blocks of all sequences, copied side by side.
 
-    The largest lengths only size its grid, so upper bounds known from shapes do, and the host
-    need not wait for the device.
+    Its paged entries take multiples of 256 tokens only. Each sequence starts at a block here and
+    `seqused_k` tells its length, so the lengths stay on the device; the largest ones only size the
+    grid, for which bounds known from shapes do.
+
+    Places past a sequence's end may hold anything in the cache. A masked key has the weight 0, but
+    0 * NaN is NaN, so the copy holds zeros there (`gather_blocks`): nothing depends on whether
+    flash-attn reads them.
     """
-    return _flash_attn().flash_attn_varlen_func(
+    k, v = gather_blocks(k_cache, v_cache, kv_indptr, kv_indices, seq_lens)
+    o, *_ = _flash_attn()._flash_attn_varlen_forward(
         q,
-        k_cache,
-        v_cache,
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_k=F.pad(seq_lens.cumsum(0, dtype=torch.int32), (1, 0)),
-        max_seqlen_q=q.shape[0],
-        max_seqlen_k=block_table.shape[1] * k_cache.shape[1],
-        softmax_scale=scale,
+        k,
+        v,
+        cu_seqlens,
+        kv_indptr * k_cache.shape[1],
+        # a bound of 1 has an entry of its own, which takes every sequence to have one row
+        max(q.shape[0], 2),
+        k.shape[0],
+        0.0,  # no dropout
+        scale,
         causal=True,
-        block_table=block_table,
+        seqused_k=seq_lens,
     )
+    return o
 
 
 def _prefill_fake(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    block_table: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
     cu_seqlens: Tensor,
     seq_lens: Tensor,
     scale: float,
@@ -182,8 +231,8 @@ def define_decode(
         `[N, H, D]` in q's dtype; zeros for padding rows.
     """
     return _over_cache(
-        define_attention, q, k_cache, v_cache, block_table, list(range(q.shape[0] + 1)),
-        seq_lens.tolist(), scale,
+        define_attention, q, k_cache, v_cache, block_table.__getitem__,
+        list(range(q.shape[0] + 1)), seq_lens.tolist(), scale,
     )  # fmt: skip
 
 
@@ -196,33 +245,9 @@ def _decode(
     scale: float,
 ) -> Tensor:
     return _over_cache(
-        fused_attention, q, k_cache, v_cache, block_table, list(range(q.shape[0] + 1)),
-        seq_lens.tolist(), scale,
+        fused_attention, q, k_cache, v_cache, block_table.__getitem__,
+        list(range(q.shape[0] + 1)), seq_lens.tolist(), scale,
     )  # fmt: skip
-
-
-def _decode_flash(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-) -> Tensor:
-    # Seen with a build of 2.8.3 for head dims 64, 128 and 256 alone: at 32, wrong values as soon as
-    # it splits a sequence's keys, right ones with a single split.
-    splits = 0 if q.shape[-1] in COMPILED_HEAD_DIMS else 1
-    o = _flash_attn().flash_attn_with_kvcache(
-        q[:, None],
-        k_cache,
-        v_cache,
-        cache_seqlens=seq_lens,
-        block_table=block_table,
-        softmax_scale=scale,
-        causal=True,
-        num_splits=splits,  # 0: flash-attn chooses
-    )
-    return o[:, 0]
 
 
 def _decode_fake(
@@ -236,29 +261,31 @@ def _decode_fake(
     return q.new_empty(q.shape)
 
 
+gather_blocks = kernel("paged_attention", "gather_blocks")
+
+
 @functools.cache
 def _flash_attn() -> Any:
-    import flash_attn
+    from flash_attn import flash_attn_interface
 
-    return flash_attn
+    return flash_attn_interface
 
 
 def _cache(
     generator: torch.Generator, dtype: torch.dtype, lengths: tuple[int, ...]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """A cache whose unused places are NaN, and the block table of `lengths`, scattered."""
-    block = FLASH_ATTENTION_PAGE
-    counts = [-(-length // block) for length in lengths]
-    order = (torch.randperm(sum(counts), generator=generator) + 1).to(torch.int32)
-    table = torch.zeros(len(lengths), max(*counts, 1), dtype=torch.int32)
-    caches = torch.full((2, sum(counts) + 1, block, KV_HEADS, HEAD_DIM), torch.nan)
-    for n, length in enumerate(lengths):
-        table[n, : counts[n]] = order[sum(counts[:n]) : sum(counts[: n + 1])]
-        for position in range(length):
-            place = table[n, position // block], position % block
-            caches[:, place[0], place[1]] = torch.randn(2, KV_HEADS, HEAD_DIM, generator=generator)
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """A cache whose unused places are NaN, and the blocks of each of `lengths`, scattered."""
+    counts = [-(-length // BLOCK_SIZE) for length in lengths]
+    order = torch.randperm(sum(counts) + 1, generator=generator) + 1  # one block is nobody's
+    blocks = list(order[:-1].to(torch.int32).split(counts))
+    caches = torch.full((2, sum(counts) + 2, BLOCK_SIZE, KV_HEADS, HEAD_DIM), torch.nan)
+    for length, own in zip(lengths, blocks, strict=True):
+        position = torch.arange(length)
+        caches[:, own[position // BLOCK_SIZE].long(), position % BLOCK_SIZE] = torch.randn(
+            2, length, KV_HEADS, HEAD_DIM, generator=generator
+        )
     k_cache, v_cache = caches.to(dtype).unbind(0)
-    return k_cache, v_cache, table
+    return k_cache, v_cache, blocks
 
 
 def _write_examples(generator: torch.Generator, dtype: torch.dtype) -> list[tuple[Any, ...]]:
@@ -272,24 +299,36 @@ def _write_examples(generator: torch.Generator, dtype: torch.dtype) -> list[tupl
 
 
 def _prefill_examples(generator: torch.Generator, dtype: torch.dtype) -> list[tuple[Any, ...]]:
+    """One token; histories that end on and off block edges; padding sequences and blocks."""
     examples = []
-    for new, history in (((1,), (0,)), ((5, 1, 40), (0, 300, 7)), ((3, 0, 2), (0, 0, 254))):
+    for new, history in (
+        ((1,), (0,)),
+        ((5, 1, 40, 1), (0, 300, 24, 63)),
+        ((3, 0, 2, 65), (0, 0, 126, 64)),
+    ):
         lengths = tuple(a + b if a else 0 for a, b in zip(new, history, strict=True))
         cu_seqlens = F.pad(torch.tensor(new, dtype=torch.int32).cumsum(0), (1, 0)).int()
         q = example_rows(generator, dtype, sum(new))[0]
+        k_cache, v_cache, blocks = _cache(generator, dtype, lengths)
+        counts = torch.tensor([len(own) for own in blocks])
+        kv_indptr = F.pad(counts.cumsum(0), (1, 0)).int()
+        kv_indices = F.pad(torch.cat(blocks), (0, len(new) // 2))
         seq_lens = torch.tensor(lengths, dtype=torch.int32)
-        caches = _cache(generator, dtype, lengths)
-        examples.append((q, *caches, cu_seqlens, seq_lens, HEAD_DIM**-0.5))
+        tables = (kv_indptr, kv_indices, cu_seqlens, seq_lens)
+        examples.append((q, k_cache, v_cache, *tables, HEAD_DIM**-0.5))
     return examples
 
 
 def _decode_examples(generator: torch.Generator, dtype: torch.dtype) -> list[tuple[Any, ...]]:
+    """Lengths on and off block edges, a padding row; unused entries name a block of NaN."""
     examples = []
-    for lengths in ((1,), (300, 256, 5)):
+    for lengths in ((1,), (300, 63, 64, 0, 65), (127, 128, 130, 1)):
         q = example_rows(generator, dtype, len(lengths))[0]
+        k_cache, v_cache, blocks = _cache(generator, dtype, lengths)
+        widest = max(len(own) for own in blocks) + 1
+        table = torch.stack([F.pad(own, (0, widest - len(own))) for own in blocks])
         seq_lens = torch.tensor(lengths, dtype=torch.int32)
-        caches = _cache(generator, dtype, lengths)
-        examples.append((q, *caches, seq_lens, HEAD_DIM**-0.5))
+        examples.append((q, k_cache, v_cache, table, seq_lens, HEAD_DIM**-0.5))
     return examples
 
 
@@ -309,12 +348,12 @@ PAGED_KV_WRITE = define_op(
 )
 
 PAGED_ATTENTION_PREFILL = define_op(
-    "paged_attention_prefill(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, "
-    "Tensor cu_seqlens, Tensor seq_lens, float scale) -> Tensor",
+    "paged_attention_prefill(Tensor q, Tensor k_cache, Tensor v_cache, Tensor kv_indptr, "
+    "Tensor kv_indices, Tensor cu_seqlens, Tensor seq_lens, float scale) -> Tensor",
     definition=define_prefill,
     fake=_prefill_fake,
     implementations=(
-        Implementation("torch", _prefill),
+        Implementation("torch", _prefill, capturable=False),
         Implementation("flash_attn", _prefill_flash, ("cuda",), HALF_DTYPES, "flash_attn"),
     ),
     examples=_prefill_examples,
@@ -327,8 +366,13 @@ PAGED_ATTENTION_DECODE = define_op(
     definition=define_decode,
     fake=_decode_fake,
     implementations=(
-        Implementation("torch", _decode),
-        Implementation("flash_attn", _decode_flash, ("cuda",), HALF_DTYPES, "flash_attn"),
+        Implementation("torch", _decode, capturable=False),
+        Implementation(
+            "triton",
+            kernel("paged_attention", "paged_attention_decode"),
+            ("cuda",),
+            package="triton",
+        ),
     ),
     examples=_decode_examples,
     tolerance=TOLERANCE,

@@ -24,13 +24,14 @@ from minivllm.model.miniqwen import constants
 from minivllm.model.weights import dummy_weights, parameter_shapes
 from minivllm.ops import OPS
 
+LINEARS = {
+    "prefill": ("add_rms_norm", "gated_rms_norm", "silu_mul", "sigmoid_mul"),
+    "decode": tuple(name for name in OPS if "linear" in name),
+}
 OPS_OF = {
     phase: {
         "rms_norm",
-        "add_rms_norm",
-        "gated_rms_norm",
-        "silu_mul",
-        "sigmoid_mul",
+        *LINEARS[phase],
         "qk_norm_rope",
         f"causal_conv1d_{phase}_slots",
         f"fused_gated_delta_rule_{phase}_slots",
@@ -134,7 +135,7 @@ def test_the_program_is_readable(compiled: CompiledModel, weights: dict[str, Ten
     assert "def forward(self, input_ids" in step.module.code
     assert "self.layers_0_mixer_conv1d_weight" in step.module.code
     merged = "layers_0_mixer_in_proj_qkv_in_proj_b_in_proj_a_in_proj_z_weight"
-    assert re.search(rf"linear\.default\(\w+, {merged}\)", step.module.code)
+    assert re.search(rf"define_linear\(\w+, {merged}\)", step.module.code)
 
 
 RULES = {"compiled": "fused_gated_delta_rule_{}_slots", "eager": "gated_delta_rule_{}"}
@@ -199,10 +200,11 @@ def test_a_warning_for_each_missing_package(
         "causal_conv1d_decode": "fla",
         "gated_delta_rule_decode": "fla",
         "paged_kv_write": "triton",
-        "paged_attention_decode": "torch",
+        "paged_attention_decode": "triton",
     }
-    (warning,) = step.warnings
-    assert warning.startswith("paged_attention_decode: flash_attn needs the package flash_attn")
+    assert step.warnings == []
+    (warning,) = for_cuda(eager.prefill).warnings
+    assert warning.startswith("paged_attention_prefill: flash_attn needs the package flash_attn")
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -212,8 +214,12 @@ def test_the_compiled_graph_for_cuda(
     """Our own kernels wherever there is one, the substitutes of those whose package is missing."""
     monkeypatch.setattr(op_module, "is_importable", lambda name: True)
     step = for_cuda(half_compiled.graphs[phase])
-    others = {"fused_gated_delta_rule_prefill_slots": "fla"} if phase == "prefill" else {}
-    others[f"paged_attention_{phase}"] = "flash_attn"
+    others = {}
+    if phase == "prefill":
+        others = {
+            "fused_gated_delta_rule_prefill_slots": "fla",
+            "paged_attention_prefill": "flash_attn",
+        }
     assert step.implementations == dict.fromkeys(OPS_OF[phase], "triton") | others
     assert step.warnings == []
     monkeypatch.setattr(op_module, "is_importable", lambda name: False)

@@ -26,6 +26,7 @@ def with_optional(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 LOWERING = ["select_logits", "lower_mixers", "lower_attention"]
+DECODE_ONLY = ["fuse_linear_epilogues", "fuse_linear_prologues", "decode_linears"]
 OPTIONAL = [
     "fuse_norms",
     "fuse_residual_add",
@@ -34,16 +35,17 @@ OPTIONAL = [
     "fold_gate",
     "fuse_qk_norm_rope",
     "fuse_output_gate",
+    *DECODE_ONLY,
     "inplace_state",
 ]
-ORDER = ["canonicalize", *OPTIONAL[:-1], *LOWERING, "inplace_state"]
+ORDER = ["canonicalize", *OPTIONAL[:7], "select_logits", *DECODE_ONLY, *LOWERING[1:], OPTIONAL[-1]]
 
 
 @pytest.mark.parametrize(
     ("mode", "order"), [("eager", ["canonicalize", *LOWERING]), ("compiled", ORDER)]
 )
 def test_the_order(mode: str, order: list[str]) -> None:
-    assert names(mode, "prefill") == order
+    assert names(mode, "prefill") == [n for n in order if n not in DECODE_ONLY]
     assert names(mode, "decode") == [n for n in order if n != "select_logits"]
 
 
@@ -55,6 +57,25 @@ def test_a_pass_stands_behind_those_it_builds_on() -> None:
     assert {p.name: p.after for p in PIPELINE if p.after} == {
         "fuse_residual_add": ("fuse_norms",),
         "fuse_qk_norm_rope": ("fuse_norms",),
+        "fuse_linear_epilogues": (
+            "fuse_norms",
+            "fuse_residual_add",
+            "merge_linears",
+            "fuse_silu_mul",
+        ),
+        "fuse_linear_prologues": (
+            "fuse_norms",
+            "fuse_residual_add",
+            "fuse_output_gate",
+            "fuse_linear_epilogues",
+        ),
+        "decode_linears": (
+            "fuse_norms",
+            "fuse_residual_add",
+            "merge_linears",
+            "fuse_silu_mul",
+            "fuse_linear_epilogues",
+        ),
         "inplace_state": ("fold_gate",),
     }
 

@@ -4,17 +4,19 @@ pytest does not collect this file by itself: the interpreter must be chosen befo
 imported, so `test_kernels_interpreted.py` runs it in a process of its own.
 
 The interpreter truncates where a GPU rounds to nearest when it stores bfloat16, so bfloat16 gets
-three times the tolerance here; float16 it rounds rightly.
+three times the tolerance here; float16 it rounds rightly. Its matrix product takes bfloat16's bits
+for integers, so that is put right here.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import test_ops
 import torch
@@ -22,12 +24,14 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.interpreter import InterpreterBuilder
 
 from bench.kernels import Shapes, mismatch, model_config
 from minivllm.ops import OPS, Implementation, Op
 from minivllm.ops.fla import chunk_metadata
 from minivllm.ops.kernels import kernel
 from minivllm.ops.kernels.numerics import softplus
+from minivllm.ops.paged_attention import BLOCK_SIZE, MAX_SPLITS
 from minivllm.ops.slots import initial_states, keep_final_states
 
 assert triton.knobs.runtime.interpret, "run by test_kernels_interpreted.py"
@@ -38,6 +42,7 @@ KERNELS = {
     for implementation in op.implementations
     if implementation.package == "triton"
 }
+LINEARS = tuple(name for name in OPS if "linear" in name)
 TRUNCATION = 3
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -61,6 +66,23 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty_like", lambda *a, **k: fill(empty_like(*a, **k)))
 
 
+@pytest.fixture(autouse=True)
+def bfloat16_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of bfloat16 by value."""
+    create_dot = InterpreterBuilder.create_dot
+
+    def values(x: Any) -> Any:
+        if x.dtype.scalar != tl.bfloat16 or x.data.dtype != np.uint16:
+            return x
+        widened = (x.data.astype(np.uint32) << 16).view(np.float32)
+        return type(x)(widened, tl.float32)
+
+    def dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return create_dot(self, values(a), values(b), *rest)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
+
+
 def test_every_kernel_is_here() -> None:
     assert set(KERNELS) == {
         "rms_norm",
@@ -73,6 +95,8 @@ def test_every_kernel_is_here() -> None:
         "causal_conv1d_decode_slots",
         "fused_gated_delta_rule_decode_slots",
         "paged_kv_write",
+        "paged_attention_decode",
+        *LINEARS,
     }
 
 
@@ -110,7 +134,10 @@ def test_the_shapes_of_a_model(model: str, tokens: int) -> None:
     config = model_config(model)
     prefill = "causal_conv1d_prefill_slots"
     shapes = Shapes(config, torch.bfloat16, "cpu")
-    assert_shapes(shapes.decode(tokens), KERNELS.keys() - {prefill})
+    # thousands of programs a product at real sizes: bench/linear.py checks them, on a GPU
+    left_out = {prefill, *(LINEARS if model == "miniqwen08b" else ())}
+    decode = (s for s in shapes.decode(tokens) if s[0] not in left_out)
+    assert_shapes(decode, KERNELS.keys() - left_out)
     assert_shapes(shapes.stateful("prefill", 1, 65, 1), {prefill})
 
 
@@ -135,6 +162,44 @@ def test_roundings_stand_where_torch_has_them(name: str) -> None:
             wrong += int((a != e).sum())
             total += e.numel()
     assert wrong <= 0.002 * total, f"{wrong} of {total} differ"
+
+
+@pytest.mark.parametrize("name", LINEARS)
+def test_roundings_around_a_product_stand_where_torch_has_them(name: str) -> None:
+    """As above; the product adds in another order, and so a few more results are on an edge."""
+    op, wrong, total = OPS[name], 0, 0
+    for args in op.examples(torch.Generator().manual_seed(1), torch.float16):
+        actual = test_ops.listed(KERNELS[name].call(*args))
+        widened = test_ops.floats(lambda x: x.float(), args)
+        expected = test_ops.listed(op.implementations[0].call(*args))
+        exact = test_ops.listed(op.definition(*widened))
+        for a, e, x in zip(actual, expected, exact, strict=True):
+            wrong += int((a != e).sum())
+            total += e.numel()
+            # and no rounding less either: the errors are those of torch's ops
+            assert float((a.float() - x).square().sum()) > 0.9 * float(
+                (e.float() - x).square().sum()
+            )
+    assert wrong <= 0.01 * total, f"{wrong} of {total} differ"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 2, 3, 16, 17, 32, 33, 64, 65])
+@pytest.mark.parametrize("name", LINEARS)
+def test_linears_at_every_tile(name: str, rows: int, dtype: str) -> None:
+    """Sizes that are no multiple of a tile, heads of several steps, rows that no program holds."""
+    torch.manual_seed(0)
+    op, outputs = tolerant(name), 70
+    heads, dim = (17 if rows <= 2 else 3), 256
+    x, gate = torch.randn(2, rows, heads, 2 * dim)[..., dim:]
+    weight = torch.randn(outputs, heads * dim) / (heads * dim) ** 0.5
+    before = {"gated_rms_norm": (x, gate, torch.randn(dim), 1e-6), "sigmoid_mul": (x, gate)}
+    behind = torch.randn(rows, outputs), torch.randn(outputs), 1e-6, 1.0, False
+    args = (*before.get(name.partition("_linear")[0], (x.flatten(1),)), weight)
+    args += {"linear": (), "linear_silu_mul": (33,)}.get(name, behind)
+    args = test_ops.floats(lambda x: x.to(DTYPES[dtype]), args)
+    wrong = mismatch(op, KERNELS[name].call, args, DTYPES[dtype])
+    assert wrong is None, wrong
 
 
 def test_roundings_of_the_delta_rule_stand_where_torch_has_them() -> None:
@@ -329,6 +394,196 @@ def test_far_blocks(far: Any) -> None:
     KERNELS["paged_kv_write"].call(k_cache, v_cache, k, v, places)
     for cache, rows in ((k_cache, k), (v_cache, v)):
         assert torch.equal(cache[places // 4, places % 4], rows)
+
+
+def pool_of_blocks(
+    counts: Sequence[int], kv_heads: int, dim: int, block_size: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Caches of one layer of three, as views of a pool of bytes, and each sequence's blocks.
+
+    Everything is NaN so far; block 0 and one more are nobody's.
+    """
+    shape = (block_size, kv_heads, dim)
+    size = dtype.itemsize * block_size * kv_heads * dim
+    pool = torch.full((sum(counts) + 2, 6 * size), 0xFF, dtype=torch.uint8)
+    caches = [pool[:, i * size : (i + 1) * size].view(dtype).unflatten(-1, shape) for i in (2, 3)]
+    assert all(c.isnan().all() and c.stride(0) == 6 * block_size * kv_heads * dim for c in caches)
+    order = (torch.randperm(sum(counts) + 1)[:-1] + 1).to(torch.int32)
+    return caches[0], caches[1], list(order.split(list(counts)))
+
+
+def decode_args(
+    lengths: Sequence[int],
+    heads: tuple[int, int] = (4, 2),
+    dim: int = 32,
+    block_size: int = BLOCK_SIZE,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Any, ...]:
+    """A decode batch: NaN in unused places, foreign blocks behind each sequence's own."""
+    torch.manual_seed(0)
+    counts = [-(-length // block_size) for length in lengths]
+    k_cache, v_cache, blocks = pool_of_blocks(counts, heads[1], dim, block_size, dtype)
+    for length, own in zip(lengths, blocks, strict=True):
+        place = own[torch.arange(length) // block_size].long(), torch.arange(length) % block_size
+        k_cache[place] = torch.randn(length, heads[1], dim).to(dtype)
+        v_cache[place] = torch.randn(length, heads[1], dim).to(dtype)
+    foreign = [n for n in range(k_cache.shape[0]) if not any(n in own for own in blocks)][-1]
+    table = torch.full((len(lengths), max(counts) + 2), foreign, dtype=torch.int32)
+    for row, own in zip(table, blocks, strict=True):
+        row[: len(own)] = own
+    q = torch.randn(len(lengths), 2, heads[0], dim).to(dtype)[:, 1]
+    return q, k_cache, v_cache, table, torch.tensor(lengths, dtype=torch.int32), dim**-0.5
+
+
+def assert_decodes(args: tuple[Any, ...]) -> Tensor:
+    """The decode kernel's result, which is the definition's in float32."""
+    op = tolerant("paged_attention_decode")
+    actual = KERNELS[op.name].call(*args)
+    expected = op.definition(*test_ops.floats(lambda x: x.float(), args))
+    assert actual.dtype == args[0].dtype and actual.is_contiguous()
+    test_ops.assert_near(actual, expected, op.tolerance[args[0].dtype])
+    assert expected.isfinite().all()
+    return actual
+
+
+def set_splits(monkeypatch: pytest.MonkeyPatch, splits: int) -> None:
+    from minivllm.ops.kernels import paged_attention
+
+    monkeypatch.setattr(paged_attention, "num_splits", lambda *shape: splits)
+
+
+LENGTHS = (1, 63, 0, 64, 65, 127, 128, 129, 130, 300)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dim", [32, 64, 80, 128, 256])
+def test_decode_head_dims(dim: int, dtype: str) -> None:
+    assert_decodes(decode_args(LENGTHS, dim=dim, dtype=DTYPES[dtype]))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 8, 17])
+def test_decode_groups(group: int, dtype: str) -> None:
+    for kv_heads in (1, 3):
+        heads = group * kv_heads, kv_heads
+        assert_decodes(decode_args((65, 0, 300), heads=heads, dtype=DTYPES[dtype]))
+
+
+@pytest.mark.parametrize("splits", [1, 2, 3, 4, 5, 7, MAX_SPLITS])
+def test_decode_splits(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as blocks, fewer, and more; shares that are whole, partial, and none."""
+    set_splits(monkeypatch, splits)
+    for dtype in (torch.float32, torch.bfloat16):
+        assert_decodes(decode_args(LENGTHS, dtype=dtype))
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128])
+def test_decode_block_sizes(block_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for splits in (1, 3):
+        set_splits(monkeypatch, splits)
+        assert_decodes(decode_args((15, 16, 17, 129, 0, 300), block_size=block_size))
+
+
+@pytest.mark.parametrize("place", [0, 130, 299])
+def test_decode_large_scores(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores of some hundreds, the largest in one share: the others weigh nothing."""
+    set_splits(monkeypatch, 5)
+    args = decode_args((300, 300))
+    q, k_cache, _, table, *_ = args
+    q.mul_(40)
+    for n in range(2):
+        block = table[n, place // BLOCK_SIZE]
+        k_cache[block, place % BLOCK_SIZE] = q[n].unflatten(0, (2, 2)).sum(1) / 10
+    assert_decodes(args)
+
+
+def test_decode_padding_rows_read_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even their block table."""
+    for splits in (1, 4):
+        set_splits(monkeypatch, splits)
+        args = decode_args((0, 130, 0, 1))
+        args[3][[0, 2]] = 2**31 - 1
+        o = KERNELS["paged_attention_decode"].call(*args)
+        assert torch.equal(o[[0, 2]], torch.zeros(2, 4, 32))
+        args[3][[0, 2]] = 0
+        assert torch.equal(o, assert_decodes(args))
+
+
+def test_decode_far_blocks(far: Any) -> None:
+    args = list(decode_args((200, 65), dtype=torch.bfloat16))
+    expected = assert_decodes(tuple(args))
+    used = [args[3][0, :4], args[3][1, :2]]
+    table = torch.full_like(args[3], FAR - 7)
+    table[0, :4] = torch.arange(FAR, FAR - 4, -1)
+    table[1, :2] = torch.tensor([3, FAR - 5])
+    for i in (1, 2):
+        near = args[i]
+        args[i] = far(FAR + 1, *near.shape[1:])
+        for row, own in zip(table, used, strict=True):
+            args[i][row[: len(own)].long()] = near[own.long()]
+    args[3] = table
+    assert torch.equal(KERNELS["paged_attention_decode"].call(*args), expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("heads", "dim"), [(2, 32), (1, 80), (3, 16), (2, 256)])
+def test_gathered_blocks(heads: int, dim: int, dtype: str) -> None:
+    """Side by side, zeros past each sequence's end and in what is nobody's."""
+    torch.manual_seed(0)
+    lengths, counts = (65, 0, 1, 64, 0, 130), (2, 0, 1, 3, 1, 3)  # some have more than they need
+    k_cache, v_cache, blocks = pool_of_blocks(counts, heads, dim, BLOCK_SIZE, DTYPES[dtype])
+    expected = torch.zeros(2, sum(counts) + 2, BLOCK_SIZE, heads, dim)
+    first = 0
+    for length, count, own in zip(lengths, counts, blocks, strict=True):
+        rows = torch.randn(2, length, heads, dim).to(DTYPES[dtype])
+        place = own[torch.arange(length) // BLOCK_SIZE].long(), torch.arange(length) % BLOCK_SIZE
+        k_cache[place], v_cache[place] = rows
+        expected[:, first : first + count].flatten(1, 2)[:, :length] = rows
+        first += count
+    kv_indptr = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
+    kv_indices = F.pad(torch.cat(blocks), (0, 2))  # two that are nobody's
+    seq_lens = torch.tensor(lengths, dtype=torch.int32)
+    gather = kernel("paged_attention", "gather_blocks")
+    gathered = gather(k_cache, v_cache, kv_indptr, kv_indices, seq_lens)
+    for actual, wanted in zip(gathered, expected, strict=True):
+        assert actual.is_contiguous() and torch.equal(actual.float(), wanted.flatten(0, 1))
+
+
+def test_blocks_of_many_sequences() -> None:
+    """More than one load of `kv_indptr` holds, many of them empty."""
+    torch.manual_seed(0)
+    counts = torch.randint(0, 2, (300,))
+    counts[[0, -1]] = 1
+    total = int(counts.sum())
+    k_cache = torch.randn(total, 16, 1, 8)
+    kv_indptr = F.pad(counts.cumsum(0), (1, 0)).int()
+    kv_indices = torch.randperm(total).int()
+    seq_lens = (counts * torch.randint(1, 17, (300,))).int()
+    gather = kernel("paged_attention", "gather_blocks")
+    k, v = gather(k_cache, -k_cache, kv_indptr, kv_indices, seq_lens)
+    expected = k_cache[kv_indices.long()]
+    expected[torch.arange(16)[None] >= seq_lens[counts > 0][:, None]] = 0
+    assert torch.equal(k, expected.flatten(0, 1)) and torch.equal(v, -k)
+
+
+def test_no_blocks_to_gather() -> None:
+    empty, zeros = torch.zeros(0, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+    cache = torch.full((2, 16, 2, 8), torch.nan)
+    k, v = kernel("paged_attention", "gather_blocks")(cache, cache, zeros, empty, zeros[:2])
+    assert k.shape == v.shape == (0, 2, 8)
+
+
+def test_far_blocks_are_gathered(far: Any) -> None:
+    k_cache, v_cache = (far(FAR + 1, 16, 2, 24) for _ in range(2))
+    rows = torch.randn(2, 2, 16, 2, 24).bfloat16()
+    for cache, values in zip((k_cache, v_cache), rows, strict=True):
+        cache[FAR], cache[FAR - 3] = values
+    kv_indptr, seq_lens = torch.tensor([0, 2]).int(), torch.tensor([32]).int()
+    gathered = kernel("paged_attention", "gather_blocks")(
+        k_cache, v_cache, kv_indptr, torch.tensor([FAR, FAR - 3]).int(), seq_lens
+    )
+    for actual, values in zip(gathered, rows, strict=True):
+        assert torch.equal(actual, values.flatten(0, 1))
 
 
 def test_one_tensor_may_be_passed_twice() -> None:

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minivllm.ops.paged_attention import MAX_SPLITS, num_splits
+
 ops = torch.ops.minivllm
 
 DIM = 16
@@ -65,6 +67,13 @@ class Cache:
             block = self.table[n, position // block_size].long()
             self.places.append(block * block_size + position % block_size)
 
+    def packed(self, lengths: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
+        """kv_indptr and kv_indices; the blocks that `lengths` (all tokens) need, and one more."""
+        lengths = [len(k) for k in self.k] if lengths is None else lengths
+        counts = [-(-n // self.k_cache.shape[1]) for n in lengths]
+        blocks = [row[:count] for row, count in zip(self.table, counts, strict=True)]
+        return starts(counts), torch.cat([*blocks, self.table[0, -1:]])
+
     def write(self, start: Sequence[int], end: Sequence[int]) -> None:
         """Write each sequence's tokens from `start` to `end`, all in one call."""
         rows = range(len(self.k))
@@ -116,7 +125,7 @@ def test_the_future_is_not_seen() -> None:
 
 
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2), (6, 1)])
-@pytest.mark.parametrize("block_size", [1, 3, 16, 256])
+@pytest.mark.parametrize("block_size", [1, 3, 16, 64])
 def test_prefill_over_pages(block_size: int, heads: tuple[int, int]) -> None:
     """New sequences and sequences with history, ends on and off block edges."""
     new, history = (5, 1, 16, 3, 20), (0, 4, 32, 45, 0)
@@ -126,7 +135,7 @@ def test_prefill_over_pages(block_size: int, heads: tuple[int, int]) -> None:
     cache.write(history, lengths)
     q = randn(sum(new), heads[0], DIM, seed=99)
     o = ops.paged_attention_prefill(
-        q, cache.k_cache, cache.v_cache, cache.table, starts(new), int32(lengths), SCALE
+        q, cache.k_cache, cache.v_cache, *cache.packed(), starts(new), int32(lengths), SCALE
     )
     expected = [
         formula(rows, k, v) for rows, k, v in zip(q.split(list(new)), cache.k, cache.v, strict=True)
@@ -134,7 +143,7 @@ def test_prefill_over_pages(block_size: int, heads: tuple[int, int]) -> None:
     assert_near(o, torch.cat(expected))
 
 
-@pytest.mark.parametrize("block_size", [1, 3, 16, 256])
+@pytest.mark.parametrize("block_size", [1, 3, 16, 64])
 def test_decode_over_pages(block_size: int) -> None:
     lengths = [1, 2, 16, 17, 48]
     cache = Cache(lengths, block_size)
@@ -157,7 +166,7 @@ def test_paged_is_unpaged() -> None:
         cache.write([0], lengths)
         results.append(
             ops.paged_attention_prefill(
-                q, cache.k_cache, cache.v_cache, cache.table, starts([30]), int32([30]), SCALE
+                q, cache.k_cache, cache.v_cache, *cache.packed(), starts([30]), int32([30]), SCALE
             )
         )
     plain = ops.attention(q, cache.k[0], cache.v[0], SCALE)
@@ -177,7 +186,7 @@ def test_padding_rows_give_zeros() -> None:
     assert_near(o[2:], formula(q[2:], cache.k[2], cache.v[2]))
     q = randn(5, 4, DIM, seed=99)
     o = ops.paged_attention_prefill(
-        q, cache.k_cache, cache.v_cache, cache.table, starts([3, 0, 2]), int32([4, 0, 2]), SCALE
+        q, cache.k_cache, cache.v_cache, *cache.packed(), starts([3, 0, 2]), int32([4, 0, 2]), SCALE
     )
     assert_near(o[:3], formula(q[:3], cache.k[0], cache.v[0]))
     assert_near(o[3:], formula(q[3:], cache.k[2], cache.v[2]))
@@ -189,10 +198,34 @@ def test_padding_rows_may_have_tokens() -> None:
     cache.write([0, 0], [2, 0])
     q = randn(5, 4, DIM, seed=99)
     o = ops.paged_attention_prefill(
-        q, cache.k_cache, cache.v_cache, cache.table, starts([2, 3]), int32([2, 0]), SCALE
+        q, cache.k_cache, cache.v_cache, *cache.packed(), starts([2, 3]), int32([2, 0]), SCALE
     )
     assert_near(o[:2], formula(q[:2], cache.k[0], cache.v[0]))
     assert torch.equal(o[2:], torch.zeros(3, 4, DIM))
+
+
+def test_a_sequence_may_have_more_blocks_than_it_needs() -> None:
+    """Blocks past a sequence's length, within its part of the list and behind the last one's."""
+    cache = Cache([3, 6], 4)
+    cache.write([0, 0], [3, 6])
+    spare = int(cache.table[0, -1])
+    blocks = [*cache.table[0, :1].tolist(), spare, spare, *cache.table[1, :2].tolist(), spare]
+    q = randn(4, 4, DIM, seed=99)
+    o = ops.paged_attention_prefill(
+        q, cache.k_cache, cache.v_cache, int32([0, 3, 5]), int32(blocks), starts([3, 1]),
+        int32([3, 6]), SCALE,
+    )  # fmt: skip
+    assert_near(o[:3], formula(q[:3], cache.k[0], cache.v[0]))
+    assert_near(o[3:], formula(q[3:], cache.k[1], cache.v[1]))
+
+
+def test_the_number_of_splits() -> None:
+    """Every multiprocessor has work at batch 1; a large batch, or a short row, is not split."""
+    assert num_splits(1, 2, 4096) == MAX_SPLITS
+    assert num_splits(1, 2, 64) == 64
+    assert num_splits(32, 2, 4096) == 6
+    assert [num_splits(n, 2, 4096) for n in (99, 100, 256)] == [2, 1, 1]
+    assert num_splits(1, 2, 1) == num_splits(1, 2, 0) == num_splits(0, 2, 0) == 1
 
 
 def test_a_write_touches_its_places_alone() -> None:

@@ -19,8 +19,7 @@ FLA_OPS = (
     "gated_delta_rule_prefill",
     "gated_delta_rule_decode",
 )
-FLASH_ATTENTION_OPS = ("paged_attention_prefill", "paged_attention_decode")
-PACKAGES = dict.fromkeys(FLA_OPS, "fla") | dict.fromkeys(FLASH_ATTENTION_OPS, "flash_attn")
+PACKAGES = dict.fromkeys(FLA_OPS, "fla") | {"paged_attention_prefill": "flash_attn"}
 
 
 @pytest.fixture

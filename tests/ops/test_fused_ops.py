@@ -77,6 +77,43 @@ def test_the_models_gates(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_the_models_linears(dtype: torch.dtype) -> None:
+    """Each is what the plain model does around a projection, with every rounding in its place."""
+    x, residual = randn(7, 48, dtype=dtype), randn(7, 40, dtype=dtype, seed=1)
+    weight, merged = randn(40, 48, dtype=dtype, seed=2), randn(2 * 24, 48, dtype=dtype, seed=3)
+    assert torch.equal(ops.linear(x, weight), F.linear(x, weight))
+    gate, up = F.linear(x, merged[:21]), F.linear(x, merged[24:45])
+    # a merged product may be summed in another order than its parts
+    limit = 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(
+        ops.linear_silu_mul(x, merged, 21), F.silu(gate) * up, rtol=limit, atol=20 * limit
+    )
+    norm: Any = SimpleNamespace(weight=randn(40, dtype=dtype, seed=4), eps=1e-6)
+    tail = weight, residual, norm.weight, 1e-6, 1.0, False
+
+    def expected(x: Tensor) -> tuple[Tensor, Tensor]:
+        total = residual + F.linear(x, weight)
+        return RMSNorm.forward(norm, total), total
+
+    heads = x.unflatten(-1, (3, 16))
+    z = randn(7, 3, 16, dtype=dtype, seed=5)
+    gated_norm: Any = SimpleNamespace(weight=randn(16, dtype=dtype, seed=6), eps=1e-3)
+    for actual, made in (
+        (ops.linear_add_rms_norm(x, *tail), x),
+        (
+            ops.gated_rms_norm_linear_add_rms_norm(heads, z, gated_norm.weight, 1e-3, *tail),
+            GatedRMSNorm.forward(gated_norm, heads, z).flatten(1),
+        ),
+        (
+            ops.sigmoid_mul_linear_add_rms_norm(heads, z, *tail),
+            (heads * z.sigmoid()).flatten(1),
+        ),
+    ):
+        for a, e in zip(actual, expected(made), strict=True):
+            assert torch.equal(a, e)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rotary_dim", [8, 32])
 def test_the_models_norm_and_rotation(rotary_dim: int, dtype: torch.dtype) -> None:
     q, k = randn(5, 4, 32, dtype=dtype), randn(5, 2, 32, dtype=dtype, seed=1)
@@ -226,4 +263,4 @@ def test_every_kernel_has_a_readable_name() -> None:
         for implementation in op.implementations
         if implementation.package == "triton"
     }
-    assert len(named) == 10 and all(name.endswith("_triton") for name in named)
+    assert len(named) == 16 and all(name.endswith("_triton") for name in named)

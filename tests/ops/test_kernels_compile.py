@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 from bench.kernels import Shapes, model_config  # noqa: E402
 from minivllm.ops import OPS  # noqa: E402
 from minivllm.ops.kernels import kernel  # noqa: E402
+from minivllm.ops.paged_attention import BLOCK_SIZE  # noqa: E402
 
 TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 KERNELS = {
@@ -36,13 +38,20 @@ KERNELS = {
     if implementation.package == "triton"
 }
 MAX_REGISTERS = {90: 80, 80: 112}  # a thread; 24 and 16 warps fit on an SM
+LINEARS = tuple(name for name in KERNELS if "linear" in name)
+# products have a row or two of the weight, or an accumulator, in registers; one program an SM
+PRODUCTS = ("_vector_kernel", "_dot_kernel")
+# tiles of keys and values in shared memory let no more than three programs of four warps on an SM
+DECODE_ATTENTION = "_paged_decode_kernel"
+DECODE_ATTENTION_REGISTERS = 128
+PRODUCT_REGISTERS = 200
 # cos and sin of large angles reduce them by a table on the stack; nothing is spilled there
 STACK = {"_qk_norm_rope_kernel": 40}
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """One kernel's code: its machine code, PTX, and what the machine code takes of a thread."""
+    """One kernel's code: its machine code, PTX, what it takes of a thread, and shared memory."""
 
     name: str
     cubin: bytes
@@ -50,6 +59,7 @@ class Compiled:
     registers: int
     stack: int
     local: int
+    shared: int
 
 
 class Target:
@@ -107,6 +117,7 @@ def resources(name: str, built: Any, file: Path) -> Compiled:
         int(used["REG"]),
         int(used["STACK"]),
         int(used["LOCAL"]),
+        built.metadata.shared,
     )
 
 
@@ -124,6 +135,9 @@ def launches(
                 final = state[:1].float()
                 yield kernel("slots", "gather_states"), (state, slots, computed)
                 yield kernel("slots", "scatter_states"), (final, state, slots, cu_seqlens)
+            if name == "paged_attention_prefill":
+                _, *cache, _, seq_lens, _ = args
+                yield kernel("paged_attention", "gather_blocks"), (*cache, seq_lens)
 
 
 @pytest.mark.parametrize("capability", [90, 80])
@@ -141,24 +155,39 @@ def test_every_kernel_compiles(model: str, capability: int, compiled: Any) -> No
         "_prefill_kernel",
         "_gather_kernel",
         "_scatter_kernel",
+        DECODE_ATTENTION,
+        "_combine_kernel",
+        "_gather_blocks_kernel",
+        "_dot_kernel",
+        "_sum_add_rms_norm_kernel",
     }
+    counts = Counter(k.name for k in found)
+    # a weight's shape is compiled in; out and down projections may be split into as many parts
+    assert counts.pop("_dot_kernel") == 6 and counts.pop("_sum_add_rms_norm_kernel") in (1, 2)
     # of the norm, with and without a sum; of both mixers, one named _decode_kernel
-    assert len(found) == 12, "a size that changes from call to call was specialised on"
+    assert counts.total() == 15, "a size that changes from call to call was specialised on"
     for k in found:
         assert k.cubin.startswith(b"\x7fELF")
         assert f".target sm_{capability}" in k.ptx
         assert k.local == 0 and k.stack <= STACK.get(k.name, 0), f"{k.name} spills: {k}"
-        assert k.registers <= MAX_REGISTERS[capability], f"{k.name}: {k.registers} registers"
+        limit = MAX_REGISTERS[capability]
+        limit = DECODE_ATTENTION_REGISTERS if k.name == DECODE_ATTENTION else limit
+        limit = PRODUCT_REGISTERS if k.name in PRODUCTS else limit
+        assert k.registers <= limit, f"{k.name}: {k.registers} registers"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_other_dtypes_compile(dtype: str, compiled: Any) -> None:
     """float32 without a product that may run as TF32; states in bfloat16."""
     found = compiled(90, launches("tiny", getattr(torch, dtype), torch.bfloat16))
-    assert len(found) == 12
+    products = ("_dot_kernel", "_sum_add_rms_norm_kernel")
+    assert len([k for k in found if k.name not in products]) == 15
+    assert any(k.name in products for k in found) == (dtype == "float16")
     for k in found:
         assert k.cubin.startswith(b"\x7fELF")
-        assert "mma" not in k.ptx
+        matrix_product = k.name in (DECODE_ATTENTION, "_dot_kernel") and dtype == "float16"
+        assert ("mma" in k.ptx) == matrix_product
+        assert "tf32" not in k.ptx
 
 
 def test_states_move_in_16_bytes(compiled: Any) -> None:
@@ -174,7 +203,105 @@ def test_states_move_in_16_bytes(compiled: Any) -> None:
     assert not re.search(r"(ld|st)\.global\.b32", k.ptx)
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("capability", [90, 80])
+@pytest.mark.parametrize("heads", [(6, 2), (40, 1)])
+@pytest.mark.parametrize("dim", [80, 256])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_decode_attention_of_other_models(
+    dtype: str, dim: int, heads: tuple[int, int], capability: int, compiled: Any
+) -> None:
+    """No spills, and a program's tiles fit into the shared memory of a consumer's GPU (99 KiB)."""
+    args = decode_attention(heads, dim, getattr(torch, dtype))
+    attention, _ = compiled(capability, iter([(KERNELS["paged_attention_decode"], args)]))
+    assert attention.name == DECODE_ATTENTION
+    assert attention.local == 0 and attention.stack == 0, attention
+    assert attention.shared <= 99 * 1024
+
+
+def decode_attention(
+    heads: tuple[int, int], dim: int, dtype: torch.dtype, sequences: int = 1, width: int = 64
+) -> tuple[Any, ...]:
+    """Inputs without data; a layer's caches are views of a pool of blocks of several layers."""
+    pool = torch.empty(100, 3, BLOCK_SIZE, heads[1], dim, dtype=dtype, device="meta")
+    q = torch.empty(sequences, heads[0], dim, dtype=dtype, device="meta")
+    table = torch.empty(sequences, width, dtype=torch.int32, device="meta")
+    return q, pool[:, 1], pool[:, 2], table, table[:, 0].contiguous(), dim**-0.5
+
+
+def test_keys_and_values_move_in_16_bytes(compiled: Any) -> None:
+    """Straight to shared memory, two tiles ahead."""
+    args = decode_attention((8, 2), 256, torch.bfloat16)
+    attention, _ = compiled(90, iter([(KERNELS["paged_attention_decode"], args)]))
+    copies = re.findall(r"cp\.async\.\w+\.shared\.global \[.*?\], \[.*?\], (\w+)", attention.ptx)
+    assert copies and set(copies) == {"0x10"}
+    assert attention.shared >= 2 * 2 * 32 * 256 * 2
+
+
+def test_decode_attention_is_built_once(compiled: Any) -> None:
+    """Whatever the batch, the width of the block table and the number of splits."""
+    calls = [
+        decode_attention((8, 2), 256, torch.bfloat16, sequences, width)
+        for sequences in (1, 2, 16, 17, 256)
+        for width in (1, 2, 16, 17, 4096)
+    ]
+    launch = KERNELS["paged_attention_decode"]
+    found = compiled(90, ((launch, args) for args in calls))
+    assert {k.name for k in found} == {DECODE_ATTENTION, "_combine_kernel"} and len(found) == 2
+
+
+def linears(
+    rows: int, model: str = "miniqwen08b", dtype: torch.dtype = torch.bfloat16
+) -> Iterator[tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """The linears of a decode step."""
+    for name, (args, *_) in Shapes(model_config(model), dtype, "meta").linears(rows, 1):
+        yield KERNELS[name], args
+
+
+@pytest.mark.parametrize("capability", [90, 80])
+@pytest.mark.parametrize("rows", [1, 2, 16, 32, 64])
+def test_linears_compile_at_every_tile(rows: int, capability: int, compiled: Any) -> None:
+    """No spills; what is not Hopper's may be a consumer's GPU, with 99 KiB of shared memory."""
+    found = compiled(capability, linears(rows))
+    names = Counter(k.name for k in found)
+    products = names["_vector_kernel"], names["_dot_kernel"]
+    # above 32 rows x is gated by a kernel of its own, and the product is the vendor's
+    assert products == {1: (6, 0), 2: (3, 3), 64: (0, 4)}.get(rows, (0, 6))
+    for k in found:
+        assert k.local == 0 and k.stack == 0, f"{k.name} spills: {k}"
+        assert k.shared <= (227 if capability == 90 else 99) * 1024, k
+        assert k.registers <= 255
+        # only Hopper starts a kernel before the one before it has ended
+        assert ("griddepcontrol" in k.ptx) == (capability == 90)
+        if k.name == "_dot_kernel":
+            assert ("wgmma" in k.ptx) == (capability == 90)
+            copies = re.findall(r"cp\.async\.\w+\.shared\.global \[.*?\], \[.*?\], (\w+)", k.ptx)
+            assert copies and set(copies) == {"0x10"}
+
+
+def test_weights_are_read_before_the_wait(compiled: Any) -> None:
+    """In 16 bytes, all of a program's rows; x comes behind it."""
+    launch, args = next(linears(1))
+    (k,) = compiled(90, iter([(launch, args)]))
+    before, behind = k.ptx.split("griddepcontrol.wait")
+    # 8 rows of 1,024 in bfloat16 by 64 threads
+    assert len(re.findall(r"ld\.global\.v4\.b32", before)) == 16
+    assert re.search(r"ld\.global", behind) and "st.global" not in before
+    assert before.index("griddepcontrol.launch_dependents") < before.index("ld.global")
+
+
+@pytest.mark.parametrize("name", LINEARS)
+def test_batches_of_a_tile_share_their_code(name: str, compiled: Any) -> None:
+    def calls() -> Iterator[tuple[Callable[..., Any], tuple[Any, ...]]]:
+        for rows in (3, 8, 16):
+            yield from (c for c in linears(rows, "tiny") if c[0] is KERNELS[name])
+
+    found = Counter(k.name for k in compiled(90, calls()))
+    shapes = 2 if name == "linear" else 1
+    assert found.pop("_dot_kernel") == shapes
+    assert found == ({"_sum_add_rms_norm_kernel": 1} if name.endswith("add_rms_norm") else {})
+
+
+@pytest.mark.parametrize("name", sorted(KERNELS.keys() - set(LINEARS)))
 def test_batches_share_their_code(name: str, compiled: Any) -> None:
     """Nothing compiles after start-up: 1 row, 16, 17 and 300 run the same machine code."""
 
@@ -187,4 +314,5 @@ def test_batches_share_their_code(name: str, compiled: Any) -> None:
     else:
         (args, *_) = dict(shapes.decode(300))[name]
         calls = [tuple(rows(x, n) for x in args) for n in (1, 16, 17, 300)]
-    assert len(compiled(90, ((KERNELS[name], args) for args in calls))) == 1
+    kernels = 2 if name == "paged_attention_decode" else 1
+    assert len(compiled(90, ((KERNELS[name], args) for args in calls))) == kernels

@@ -4,11 +4,11 @@
                                                         %state.layers.3.v_cache,
                                                         %k, %v, %slot_mapping)
                                          %o = paged_attention_prefill(%q, %state.layers.3.k_cache,
-                                                  %state.layers.3.v_cache, %block_table,
-                                                  %cu_seqlens, %seq_lens, s)
+                                                  %state.layers.3.v_cache, %kv_indptr,
+                                                  %kv_indices, %cu_seqlens, %seq_lens, s)
 
-In decode, `paged_attention_decode` without `cu_seqlens`. The write stands before the read: a
-token attends to itself.
+In decode, `paged_attention_decode` with `block_table` in the place of the first three. The write
+stands before the read: a token attends to itself.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from torch.fx import Node
 from minivllm.compiler.graph import Graph, StateSpec
 from minivllm.compiler.passes.base import GraphPass, PassContext, layer_of
 from minivllm.ops import OPS
+
+BLOCKS = {"prefill": ("kv_indptr", "kv_indices", "cu_seqlens"), "decode": ("block_table",)}
 
 
 class LowerAttention(GraphPass):
@@ -43,10 +45,7 @@ class LowerAttention(GraphPass):
         caches = [graph.state(f"{layer}.{name}", spec) for name in ("k_cache", "v_cache")]
         places = graph.input("slot_mapping")
         graph.call(OPS["paged_kv_write"].overload, *caches, k, v, places, like=node)
-        rows = [graph.input("block_table")]
-        if graph.phase == "prefill":
-            rows.append(graph.input("cu_seqlens"))
-        rows.append(graph.input("seq_lens"))
+        rows = [graph.input(name) for name in (*BLOCKS[graph.phase], "seq_lens")]
         attention = OPS[f"paged_attention_{graph.phase}"].overload
         graph.replace(node, graph.call(attention, q, *caches, *rows, scale, like=node))
         return layer

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minivllm.ops.fla import CHUNK_SIZE
+from minivllm.ops.kernels.launch import pdl, wait_for_inputs
 from minivllm.ops.kernels.numerics import rows_of, silu
 
 DECODE_BLOCK_C = 128  # channels a program
@@ -33,7 +34,9 @@ def _decode_kernel(
     W: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_W: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     n = tl.program_id(1).to(tl.int64)
     w = tl.arange(0, BLOCK_W)
@@ -138,6 +141,7 @@ def causal_conv1d_decode_slots(x: Tensor, weight: Tensor, state: Tensor, slots: 
         BLOCK_C=DECODE_BLOCK_C,
         BLOCK_W=triton.next_power_of_2(taps),
         num_warps=DECODE_WARPS,
+        **pdl(),
     )
     return y
 

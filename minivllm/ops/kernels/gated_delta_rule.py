@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minivllm.ops.kernels.launch import pdl, wait_for_inputs
 from minivllm.ops.kernels.numerics import rounded, rows_of, sigmoid, softplus
 
 BLOCK_V = 8  # 4 KiB of a float32 state with K = 128: 32 registers a thread, some 30 warps an SM
@@ -53,7 +54,9 @@ def _decode_kernel(
     V: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     row = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     head = tl.program_id(1)
     n = tl.program_id(2).to(tl.int64)
@@ -123,5 +126,6 @@ def fused_gated_delta_rule_decode_slots(
         BLOCK_K=triton.next_power_of_2(key_dim),
         BLOCK_V=BLOCK_V,
         num_warps=NUM_WARPS,
+        **pdl(),
     )
     return o

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minivllm.ops.kernels.launch import pdl, wait_for_inputs
 from minivllm.ops.kernels.numerics import rounded, row_tile, rows_of, sigmoid, silu
 
 SILU_BLOCK = 1024  # columns a program; a row of the MLP is several thousand wide
@@ -15,7 +16,10 @@ SILU_WARPS = 4
 
 
 @triton.jit
-def _silu_mul_kernel(gate, up, y, gate_row, up_row, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_mul_kernel(
+    gate, up, y, gate_row, up_row, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    wait_for_inputs(PDL)
     dtype: tl.constexpr = y.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -39,7 +43,9 @@ def _sigmoid_mul_kernel(
     D: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     dtype: tl.constexpr = y.dtype.element_ty
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     d = tl.arange(0, BLOCK_D)
@@ -66,6 +72,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
         SIZE=size,
         BLOCK=SILU_BLOCK,
         num_warps=SILU_WARPS,
+        **pdl(),
     )
     return y
 
@@ -89,5 +96,6 @@ def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
         BLOCK_ROWS=tile.rows,
         BLOCK_D=tile.columns,
         num_warps=tile.num_warps,
+        **pdl(),
     )
     return y

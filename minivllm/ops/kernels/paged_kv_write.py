@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minivllm.ops.kernels.launch import pdl, wait_for_inputs
 from minivllm.ops.kernels.numerics import rows_of
 
 
@@ -43,7 +44,9 @@ def _write_kernel(
     D: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     place = tl.load(slot_mapping + token).to(tl.int64)
     block, position = place // BLOCK_SIZE, place % BLOCK_SIZE
@@ -85,4 +88,5 @@ def paged_kv_write(
         BLOCK_HEADS=block_heads,
         BLOCK_D=block_dim,
         num_warps=min(4, max(1, block_heads * block_dim // 256)),
+        **pdl(),
     )

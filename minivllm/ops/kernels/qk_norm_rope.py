@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minivllm.ops.kernels.launch import pdl, wait_for_inputs
 from minivllm.ops.kernels.numerics import rounded, rows_of
 
 BLOCK_HEADS = 4
@@ -90,7 +91,9 @@ def _qk_norm_rope_kernel(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     q_blocks: tl.constexpr = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
@@ -150,5 +153,6 @@ def qk_norm_rope(
         BLOCK_HALF=triton.next_power_of_2(half),
         BLOCK_REST=triton.next_power_of_2(max(1, dim - 2 * half)),
         num_warps=4,
+        **pdl(),
     )
     return q_out, k_out

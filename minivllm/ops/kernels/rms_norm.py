@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minivllm.ops.kernels.launch import pdl, wait_for_inputs
 from minivllm.ops.kernels.numerics import rounded, row_tile, rows_of, silu
 
 
@@ -38,7 +39,9 @@ def _rms_norm_kernel(
     CAST_FIRST: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     dtype: tl.constexpr = y.dtype.element_ty
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     d = tl.arange(0, BLOCK_D)
@@ -77,7 +80,9 @@ def _gated_rms_norm_kernel(
     D: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     dtype: tl.constexpr = y.dtype.element_ty
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     d = tl.arange(0, BLOCK_D)
@@ -126,6 +131,7 @@ def _launch(
         BLOCK_ROWS=tile.rows,
         BLOCK_D=tile.columns,
         num_warps=tile.num_warps,
+        **pdl(),
     )
     return y, total
 
@@ -163,5 +169,6 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
         BLOCK_ROWS=tile.rows,
         BLOCK_D=tile.columns,
         num_warps=tile.num_warps,
+        **pdl(),
     )
     return y

@@ -7,6 +7,7 @@ import operator
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.fx import Node
 from toy_graphs import TABLE, Builder, apply, aten, evaluate, packed, pools, toy, whole_sequences
 
@@ -49,8 +50,11 @@ def test_lowered_attention_computes_the_same(source: Graph, context: PassContext
         places = [
             int(blocks[n, p // 2]) * 2 + p % 2 for n in range(3) for p in range(start[n], end[n])
         ]
+        used = torch.tensor([-(-e // 2) for e in end])
         inputs = packed(start, end) | {
             "block_table": blocks.int(),
+            "kv_indptr": F.pad(used.cumsum(0), (1, 0)).int(),
+            "kv_indices": torch.cat([row[:u] for row, u in zip(blocks, used, strict=True)]).int(),
             "seq_lens": torch.tensor(end, dtype=torch.int32),
             "slot_mapping": torch.tensor(places),
         }
@@ -75,7 +79,9 @@ def test_lower_attention_ops(canonical: Graph, context: PassContext, phase: str)
     assert order.index(write) < order.index(read), "a token attends to itself"
     assert write.args[:2] == read.args[1:3]
     assert read.args[-1] == 0.25
-    assert ("cu_seqlens" in graph.input_names) == (phase == "prefill")
+    for name in ("kv_indptr", "kv_indices", "cu_seqlens"):
+        assert (name in graph.input_names) == (phase == "prefill")
+    assert ("block_table" in graph.input_names) == (phase == "decode")
     assert report.calls_after - report.calls_before == 1
     assert set(graph.states) == {"state.layers.1.k_cache", "state.layers.1.v_cache"}
 

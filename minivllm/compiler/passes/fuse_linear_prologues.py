@@ -1,0 +1,70 @@
+"""fuse_linear_prologues: a mixer's output projection applies the gate, and the norm, before it.
+
+    %g = gated_rms_norm(%o, %z, %n, eps)            %both = gated_rms_norm_linear_add_rms_norm(
+    %f = flatten(%g, -2)                      ->                %o, %z, %n, eps, %w, %x, ...)
+    %both = linear_add_rms_norm(%f, %w, %x, ...)
+
+    %g = sigmoid_mul(%o, %gate)                     %both = sigmoid_mul_linear_add_rms_norm(
+    %f = flatten(%g, -2)                      ->                %o, %gate, %w, %x, ...)
+    %both = linear_add_rms_norm(%f, %w, %x, ...)
+
+Each program of the projection repeats the norm for the columns it reads: with few rows that takes
+less time than a launch. In decode only.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from minivllm.compiler.graph import Graph
+from minivllm.compiler.passes.base import GraphPass, PassContext
+from minivllm.ops import OPS
+
+aten = torch.ops.aten
+
+FORMS = {
+    OPS[name].overload: OPS[f"{name}_linear_add_rms_norm"].overload
+    for name in ("gated_rms_norm", "sigmoid_mul")
+}
+
+
+class FuseLinearPrologues(GraphPass):
+    """Let projections behind a gated norm or an output gate do it themselves."""
+
+    name = "fuse_linear_prologues"
+    phases = ("decode",)
+    after = ("fuse_norms", "fuse_residual_add", "fuse_output_gate", "fuse_linear_epilogues")
+
+    def expected(self, phase: str, context: PassContext) -> list[str]:
+        if phase not in self.phases:
+            return []
+        config = context.config
+        attention = () if config.attention_bias else config.attention_layers
+        return [f"layers.{i}.mixer" for i in (*config.linear_layers, *attention)]
+
+    def run(self, graph: Graph, context: PassContext) -> list[str]:
+        sites = []
+        for node in graph.nodes(OPS["linear_add_rms_norm"].overload):
+            flat, *rest = node.args
+            made = _unflattened(flat, node)
+            if made is None:
+                continue
+            new = graph.call(FORMS[made.target], *made.args, *rest, like=node)  # type: ignore[index]
+            assert isinstance(flat, Node)
+            sites.append(flat.meta["module"])
+            graph.replace(node, new)
+        return sites
+
+
+def _unflattened(flat: object, user: Node) -> Node | None:
+    """`[tokens, H, D]` from one of the ops, whose heads `flat` joins and only `user` reads."""
+    if not isinstance(flat, Node) or flat.target is not aten.flatten.using_ints:
+        return None
+    made, *dims = flat.args
+    if not isinstance(made, Node) or made.target not in FORMS or flat.kwargs:
+        return None
+    start, end = dims[0] if dims else 0, dims[1] if len(dims) > 1 else -1
+    if made.meta["val"].ndim != 3 or start not in (1, -2) or end not in (2, -1):
+        return None
+    return made if set(made.users) == {flat} and set(flat.users) == {user} else None

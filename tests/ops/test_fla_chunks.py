@@ -1,0 +1,311 @@
+"""Packed sequences in buffers of a fixed size: the indices, and FLA's kernels driven over them.
+
+What needs no GPU: the padded indices; the ops' torch forms over them; the kernel in front of FLA's
+in triton's interpreter (`interpreted_fla_inputs.py`) and compiled to machine code. On a GPU: FLA's
+kernels against the op's definition, and captured replays against exact, uncaptured calls.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_ops
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_kernels_compile import compiled  # noqa: F401
+from torch import Tensor
+
+from bench.kernels import Shapes, model_config
+from minivllm.ops import OPS
+from minivllm.ops.fla import CHUNK_SIZE, chunk_metadata, max_chunks, padded_chunk_metadata
+from minivllm.ops.fla_chunks import delta_rule_by_chunks, stages
+from minivllm.ops.kernels import kernel
+from minivllm.ops.op import is_importable
+
+HERE = Path(__file__).resolve().parent
+GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.skipif(not is_importable("fla"), reason="needs flash-linear-attention"),
+]
+SLOT_OPS = ("causal_conv1d_prefill_slots", "fused_gated_delta_rule_prefill_slots")
+TOKENS, SEQS = 320, 5  # of the bucket
+BATCHES: list[tuple[int, ...]] = [
+    (320,),  # fills it
+    (1,),
+    (64, 64, 64, 64, 64),
+    (130, 0, 3),
+    (63, 65, 1, 128),
+    (5, 200),
+]
+
+
+@st.composite
+def buckets(draw: st.DrawFn) -> tuple[list[int], int, int, int]:
+    """Lengths and the tokens, sequences and chunks of a bucket that holds them."""
+    lengths = draw(st.lists(st.integers(0, 200), max_size=6))
+    surplus = draw(st.integers(0, 300))
+    tokens = sum(lengths) + surplus
+    seqs = len(lengths) + draw(st.integers(1 if surplus or not lengths else 0, 4))
+    return lengths, tokens, seqs, max_chunks(tokens, seqs) + draw(st.integers(0, 3))
+
+
+@given(buckets())
+@settings(max_examples=300, deadline=None)
+def test_padded_indices(bucket: tuple[list[int], int, int, int]) -> None:
+    lengths, tokens, seqs, chunks = bucket
+    cu_seqlens, chunk_indices = padded_chunk_metadata(*bucket)
+    assert cu_seqlens.dtype == chunk_indices.dtype == torch.int32
+    assert cu_seqlens.shape == (seqs + 1,) and chunk_indices.shape == (chunks, 2)
+    assert cu_seqlens[0] == 0 and cu_seqlens[-1] == tokens
+    padded = cu_seqlens.diff().tolist()
+    assert padded[: len(lengths) - (seqs == len(lengths))] == lengths[: seqs - 1]
+    assert not any(padded[len(lengths) : -1]), "a surplus sequence has tokens"
+    exact, exact_rows = chunk_metadata(padded)
+    assert torch.equal(cu_seqlens, exact)
+    # one row for each chunk, in order, and then rows that no kernel computes
+    rows = chunk_indices.tolist()
+    assert rows[: len(exact_rows)] == exact_rows.tolist()
+    behind = [seqs - 1, -(-padded[-1] // CHUNK_SIZE)]
+    assert rows[len(exact_rows) :] == [behind] * (chunks - len(exact_rows))
+    assert behind[1] * CHUNK_SIZE >= padded[-1]
+    assert min(min(row) for row in [*rows, [0]]) >= 0
+    assert max([n for n, _ in rows], default=0) < seqs
+
+
+@given(st.lists(st.integers(0, 300), min_size=1, max_size=8))
+@settings(max_examples=200, deadline=None)
+def test_no_lengths_have_more_chunks(lengths: list[int]) -> None:
+    assert len(chunk_metadata(lengths)[1]) <= max_chunks(sum(lengths), len(lengths))
+
+
+def test_some_lengths_have_as_many_chunks() -> None:
+    for tokens, seqs in ((1, 1), (3, 5), (66, 3), (512, 8), (8192, 32)):
+        longest = tokens - min(tokens, seqs) + 1
+        lengths = [1] * (min(tokens, seqs) - 1) + [longest]
+        assert max_chunks(tokens, seqs) - len(chunk_metadata(lengths)[1]) in (0, 1)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    for lengths, tokens, seqs, chunks in (
+        ((65,), 64, 2, 9),
+        ((3, 4), 7, 1, 9),
+        ((3, 4), 8, 2, 9),
+        ((65,), 65, 1, 1),
+        ((), 0, 0, 0),
+    ):
+        with pytest.raises(AssertionError):
+            padded_chunk_metadata(lengths, tokens, seqs, chunks)
+
+
+def padded(x: Tensor, size: int, value: float = 0) -> Tensor:
+    """x with rows of `value` behind its own."""
+    return torch.cat([x, x.new_full((size - x.shape[0], *x.shape[1:]), value)])
+
+
+class Bucket:
+    """The arguments of a prefill on slots: exact ones, and the same in buffers of a fixed size.
+
+    Args:
+        config: a model's preset; the rows are column slices, as in its graph.
+    """
+
+    def __init__(self, config: str, dtype: torch.dtype, device: str) -> None:
+        self.shapes = Shapes(model_config(config), dtype, device)
+        self.device = device
+        self.conv, self.recurrent = self.shapes.pools(SEQS + 2)
+        c = self.shapes.config
+        self.weight = self.shapes.random(c.conv_dim, c.linear_conv_kernel_dim)
+        *_, self.A_log, self.dt_bias = self.shapes.recurrent_rows(1)
+
+    def rows(self, name: str, tokens: int) -> tuple[Tensor, ...]:
+        """What an op takes of each token."""
+        if name == SLOT_OPS[0]:
+            return (self.shapes.mixer_row(tokens)[0],)
+        return self.shapes.recurrent_rows(tokens)[:5]
+
+    def arguments(
+        self, name: str, rows: Sequence[Tensor], state: Tensor, places: Sequence[Tensor]
+    ) -> tuple[Any, ...]:
+        if name == SLOT_OPS[0]:
+            return (*rows, self.weight, state, *places)
+        return (*rows, self.A_log, self.dt_bias, state, *places)
+
+    def pool(self, name: str) -> Tensor:
+        return (self.conv if name == SLOT_OPS[0] else self.recurrent).clone()
+
+    def places(self, lengths: Sequence[int], whole: bool) -> list[Tensor]:
+        """slots, num_computed_tokens, cu_seqlens, chunk_indices; padded if `whole`."""
+        slots = torch.tensor([3, 1, 6, 2, 5][: len(lengths)])
+        computed = torch.tensor([0, 64, 0, 128, 7][: len(lengths)], dtype=torch.int32)
+        if whole:
+            slots, computed = (padded(x, SEQS) for x in (slots, computed))
+            sizes = (TOKENS, SEQS, max_chunks(TOKENS, SEQS))
+            metadata = padded_chunk_metadata(lengths, *sizes)
+        else:
+            metadata = chunk_metadata(lengths)
+        return [x.to(self.device) for x in (slots, computed, *metadata)]
+
+
+@pytest.mark.parametrize("lengths", BATCHES, ids=str)
+@pytest.mark.parametrize("name", SLOT_OPS)
+def test_padding_changes_nothing(name: str, lengths: tuple[int, ...]) -> None:
+    """Neither a token's output nor a slot of a sequence; slot 0 is nobody's."""
+    torch.manual_seed(0)
+    bucket, op = Bucket("tiny", torch.float32, "cpu"), OPS[name].overload
+    total = sum(lengths)
+    rows = bucket.rows(name, TOKENS)
+    exact_state, state = bucket.pool(name), bucket.pool(name)
+    exact = bucket.arguments(
+        name, [x[:total] for x in rows], exact_state, bucket.places(lengths, whole=False)
+    )
+    expected = op(*exact)
+    state[0] = torch.nan
+    o = op(*bucket.arguments(name, rows, state, bucket.places(lengths, whole=True)))
+    # torch's vectorised sigmoid and exp round by where an element lies
+    test_ops.assert_near(o[:total], expected, 1e-6)
+    test_ops.assert_near(state[1:], exact_state[1:], 1e-6)
+
+
+def test_the_kernels_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-x"]
+    done = subprocess.run(
+        [*command, str(HERE / "interpreted_fla_inputs.py")],
+        cwd=HERE.parents[1],
+        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+# on the GPU
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Memory that a launcher allocates is full of NaN, and of absurd offsets, until written."""
+    empty = torch.empty
+
+    def filled(*args: Any, **kwargs: Any) -> Tensor:
+        x = empty(*args, **kwargs)
+        return x.fill_(torch.nan if x.is_floating_point() else 2**30)
+
+    monkeypatch.setattr(torch, "empty", filled)
+    yield
+
+
+def gpu(*more: Any) -> Any:
+    def mark(function: Any) -> Any:
+        for one in (*GPU, *more):
+            function = one(function)
+        return function
+
+    return mark
+
+
+@gpu()
+def test_the_kernels_take_what_they_are_given() -> None:
+    """FLA's kernels are internal to it: another version may name its arguments otherwise."""
+    solve, write, state, output = (set(kernel.arg_names) for kernel in stages())
+    common = {"k", "g", "cu_seqlens", "T", "H", "HV", "K", "BT"}
+    assert {*common, "beta", "A", "chunk_indices", "BC"} <= solve
+    assert {*common, "v", "beta", "w", "u", "A", "chunk_indices", "V", "BK", "BV"} <= write
+    assert {*common, "v", "w", "v_new", "gk", "h", "h0", "ht", "chunk_offsets"} <= state
+    assert {*common, "q", "v", "h", "g_gamma", "o", "chunk_indices", "scale"} <= output
+
+
+@gpu()
+@pytest.mark.parametrize("lengths", BATCHES, ids=str)
+def test_the_stages_are_the_definition(lengths: tuple[int, ...], poisoned: None) -> None:
+    """At a model's head dims, padded: the rows and states of every sequence, padding's too."""
+    torch.manual_seed(0)
+    bucket = Bucket("tiny", torch.bfloat16, "cuda")
+    op = OPS["fused_gated_delta_rule_prefill"]
+    rows = (*bucket.rows(SLOT_OPS[1], TOKENS), bucket.A_log, bucket.dt_bias)
+    initial = torch.randn(SEQS, *bucket.recurrent.shape[1:], device="cuda")
+    _, _, *metadata = bucket.places(lengths, whole=True)
+    o, final = delta_rule_by_chunks(*rows, initial, *metadata)
+    exact = [x.float().cpu() for x in (*rows, initial)]
+    expected_o, expected_final = op.definition(*exact, *(x.cpu() for x in metadata))
+    test_ops.assert_near(o.cpu(), expected_o, op.tolerance[torch.bfloat16])
+    test_ops.assert_near(final.cpu(), expected_final, op.tolerance[torch.bfloat16])
+    empty = metadata[0].diff() == 0
+    assert torch.equal(final[empty], initial[empty])
+
+
+@gpu()
+@pytest.mark.parametrize("name", SLOT_OPS)
+def test_replays_are_exact_calls(name: str, poisoned: None) -> None:
+    """One capture, batches of any lengths through it, twice each: every bit of an exact call."""
+    torch.manual_seed(0)
+    bucket = Bucket("tiny", torch.bfloat16, "cuda")
+    call = OPS[name].choose(torch.device("cuda"), torch.bfloat16)[0].call
+    rows = bucket.rows(name, TOKENS)
+    places = bucket.places(BATCHES[0], whole=True)
+    state = bucket.pool(name)
+    arguments = bucket.arguments(name, rows, state, places)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call(*arguments)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = call(*arguments)
+    for lengths in (*BATCHES, *reversed(BATCHES)):
+        total = sum(lengths)
+        fresh = bucket.rows(name, TOKENS)
+        for buffer, x in zip(rows, fresh, strict=True):
+            buffer.copy_(x)
+        for buffer, x in zip(places, bucket.places(lengths, whole=True), strict=True):
+            buffer.copy_(x)
+        state.copy_(bucket.pool(name))
+        exact_state = bucket.pool(name)
+        exact_state[0] = state[0] = torch.nan  # padding's: reaches nobody
+        exact = bucket.arguments(
+            name, [x[:total] for x in fresh], exact_state, bucket.places(lengths, whole=False)
+        )
+        expected = call(*exact)
+        graph.replay()
+        assert expected.isfinite().all()
+        assert torch.equal(o[:total], expected), lengths
+        assert o.isfinite().all(), "padding starts from zeros, and writes its rows"
+        assert torch.equal(state[1:], exact_state[1:]), lengths
+
+
+def test_the_kernel_compiles(compiled: Any) -> None:  # noqa: F811
+    """To machine code of both architectures: one variant for a model, whatever the lengths."""
+    launch = kernel("fla_inputs", "fla_inputs")
+
+    def launches(model: str) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+        shapes = Shapes(model_config(model), torch.bfloat16, "meta")
+        for lengths in ((512,), (3000, 1, 70)):
+            metadata = (x.to("meta") for x in chunk_metadata(lengths))
+            yield launch, (*shapes.recurrent_rows(sum(lengths)), *metadata)
+
+    for capability, model in ((90, "miniqwen08b"), (80, "miniqwen08b"), (90, "tiny")):
+        (found,) = compiled(capability, launches(model))
+        assert found.name == "_inputs_kernel" and found.local == found.stack == 0, found
+        assert found.registers <= 128, found
+
+
+def test_other_head_dims_compile(compiled: Any) -> None:  # noqa: F811
+    """Keys and values of different dims, and value heads that share a key head."""
+    examples = OPS["fused_gated_delta_rule_prefill"].examples(torch.Generator(), torch.float16)
+    launches = [
+        (
+            kernel("fla_inputs", "fla_inputs"),
+            tuple(x.to("meta") for x in (*rows[:7], *rows[8:])),
+        )
+        for rows in examples
+    ]
+    assert compiled(90, iter(launches))
