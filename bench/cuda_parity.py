@@ -39,13 +39,13 @@ from minivllm.model.weights import (
 )
 from minivllm.ops import OPS
 from minivllm.presets import model_preset
-from minivllm.runtime.model_runner import ModelRunner, Row
+from minivllm.runtime.model_runner import ModelRunner, PoolSizes
+from minivllm.runtime.prefill_runner import Row
 
 PROMPTS = (300, 1, 77)  # tokens of each sequence
 FIRST_CHUNK = (192, 1, 64)
 DECODE_STEPS = 64
-BLOCK_SIZE = 256
-BLOCKS = ((5, 2), (7, 1), (3, 6))  # scattered
+BLOCKS = ((5, 2, 12, 9, 1, 14), (7, 15), (3, 6, 11))  # scattered
 SLOTS = (4, 1, 6)
 
 
@@ -88,7 +88,7 @@ def runner(
     mode: str = "eager",
 ) -> ModelRunner:
     """A runner of the graphs of a mode; `implementation` is forced on every op."""
-    compiled = compile_model(config, dtype, CompilerOptions(mode=mode), block_size=BLOCK_SIZE)
+    compiled = compile_model(config, dtype, CompilerOptions(mode=mode))
     forced = {} if implementation is None else dict.fromkeys(OPS, implementation)
     specs = compiled.prefill.weights | compiled.decode.weights
     merged = assemble(specs, dict(weights) | constants(config))
@@ -98,9 +98,7 @@ def runner(
         on_device,
         device,
         dtype,
-        num_slots=8,
-        num_blocks=9,
-        block_size=BLOCK_SIZE,
+        PoolSizes(num_slots=8, num_blocks=16),
         implementations=forced,
     )
 
@@ -111,13 +109,13 @@ def run(model: ModelRunner, sequences: list[list[int]], steps: int) -> tuple[Ten
     Args:
         sequences: token ids, prompt and continuation; a prompt alone grows by greedy tokens.
     """
-    for pool in model.states.values():
-        pool.fill_(torch.nan)
+    for pool in (model.slots, model.blocks):
+        pool.poison(list(range(pool.storage.shape[0])))
     prefill, decode = [], []
     done = (0, 0, 0)
     for ends in (FIRST_CHUNK, PROMPTS):
         rows = [
-            Row(s[:end], start, slot, blocks)
+            Row(s, start, end, slot, blocks)
             for s, start, end, slot, blocks in zip(
                 sequences, done, ends, SLOTS, BLOCKS, strict=True
             )
@@ -132,7 +130,7 @@ def run(model: ModelRunner, sequences: list[list[int]], steps: int) -> tuple[Ten
             if len(sequence) == PROMPTS[n] + step:
                 sequence.append(int(last[n].argmax()))
         rows = [
-            Row(s[: PROMPTS[n] + step + 1], PROMPTS[n] + step, SLOTS[n], BLOCKS[n])
+            Row(s, PROMPTS[n] + step, PROMPTS[n] + step + 1, SLOTS[n], BLOCKS[n])
             for n, s in enumerate(sequences)
         ]
         logits = model.decode(rows).float().cpu()

@@ -6,9 +6,11 @@ record = {"environment": environment(git_sha), ...}
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,13 @@ def environment(git_sha: str | None = None) -> dict[str, Any]:
         "git_sha": git_sha or _git_sha(),
         "command": " ".join(["python", *sys.argv]),
     }
+
+
+def process_age() -> float:
+    """Seconds since this process was started, what it imported before included; Linux only."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    started = ticks / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started
 
 
 def _version(package: str) -> str | None:

@@ -33,7 +33,7 @@ def option(
     at_least: float | None = None,
     above: float | None = None,
     at_most: float | None = None,
-    unavailable: bool = False,
+    multiple_of: int = 1,
 ) -> Any:
     """A dataclass field with the values that it takes.
 
@@ -42,7 +42,7 @@ def option(
         choices: the allowed strings, as printed; with `pattern` they only describe it.
         pattern: a regular expression that an allowed string matches as a whole.
         at_least, above, at_most: bounds of a number.
-        unavailable: a switch whose feature does not exist yet: true is refused.
+        multiple_of: of what an integer must be a multiple.
     """
     metadata = {
         "choices": choices,
@@ -50,7 +50,7 @@ def option(
         "at_least": at_least,
         "above": above,
         "at_most": at_most,
-        "unavailable": unavailable,
+        "multiple_of": multiple_of,
     }
     if factory is not None:
         return dataclasses.field(default_factory=factory, metadata=metadata)
@@ -76,8 +76,12 @@ class OptionGroup:
         Raises:
             UserError: not a mapping, an unknown key, a wrong type or a value out of range.
         """
-        names = [field.name for field in dataclasses.fields(cls)]
-        return cls(**_known_keys(cls.group, data, names))
+        hints = typing.get_type_hints(cls)
+        values = _known_keys(cls.group, data, [field.name for field in dataclasses.fields(cls)])
+        for name, value in values.items():
+            if _is_group(hints[name]):
+                values[name] = hints[name].from_mapping(value)
+        return cls(**values)
 
 
 @dataclass(frozen=True)
@@ -158,18 +162,41 @@ class CompilerOptions(OptionGroup):
 
 
 @dataclass(frozen=True)
+class PrefixCacheOptions(OptionGroup):
+    """What is kept of finished and running requests for later ones that begin alike.
+
+    Attributes:
+        enabled: whether anything is kept.
+        snapshot_interval: keep a snapshot of the states every so many tokens of a prompt and of
+            its output, beside those at prompts' ends and where prompts part; a multiple of 64.
+        memory_bytes: of device memory for snapshots; None: a share of what is free.
+        host_memory_bytes: of page-locked host memory for snapshots that the device has no room for.
+    """
+
+    group: ClassVar[str] = "runtime.prefix_cache"
+
+    enabled: bool = option(True)
+    snapshot_interval: int = option(2048, at_least=64, multiple_of=64)
+    memory_bytes: int | None = option(None, at_least=0)
+    host_memory_bytes: int = option(0, at_least=0)
+
+
+@dataclass(frozen=True)
 class RuntimeOptions(OptionGroup):
     """Device, memory and limits of a run.
 
     Attributes:
         device: auto: CUDA if there is one, else CPU.
         max_model_len: longest sequence, prompt and output, in tokens; None: the model's own.
-        max_num_seqs: most sequences in one step; so far there is never more than one.
-        max_num_batched_tokens: most tokens in one step.
-        block_size: tokens a KV block; None: 256.
-        gpu_memory_utilization: share of the free GPU memory for the KV cache, in (0, 1].
+        max_num_seqs: most sequences that run at once; fewer if the memory holds fewer.
+        max_num_batched_tokens: most tokens of prompts in one step; longer prompts run in chunks.
+        gpu_memory_utilization: share of the free GPU memory that is used, in (0, 1].
         kv_cache_memory_bytes: size of the KV cache in bytes; None: from the share above.
-        enable_prefix_caching, cuda_graph: not available yet.
+        prefix_cache: a group of its own.
+        cuda_graph: capture decode steps and short prefills on a GPU in compiled mode.
+        async_scheduling: launch a step before the last one's tokens are seen; None: on a GPU.
+        check_integrity: check the pools' books whenever nothing runs, and every decode step's
+            inputs; slow, for tests.
         state_dtype: of the recurrent state; auto: the checkpoint's `mamba_ssm_dtype`, else float32.
         num_threads: threads of an op on a CPU; None: 1 for a model of few weights, else torch's.
         seed: base of the sampling seeds of requests that bring none.
@@ -183,11 +210,12 @@ class RuntimeOptions(OptionGroup):
     max_model_len: int | None = option(None, at_least=1)
     max_num_seqs: int = option(256, at_least=1)
     max_num_batched_tokens: int = option(8192, at_least=1)
-    block_size: int | None = option(None, at_least=1)
     gpu_memory_utilization: float = option(0.9, above=0, at_most=1)
     kv_cache_memory_bytes: int | None = option(None, at_least=1)
-    enable_prefix_caching: bool = option(False, unavailable=True)
-    cuda_graph: bool = option(False, unavailable=True)
+    prefix_cache: PrefixCacheOptions = option(factory=PrefixCacheOptions)
+    cuda_graph: bool = option(True)
+    async_scheduling: bool | None = option(None)
+    check_integrity: bool = option(False)
     state_dtype: str = option("auto", choices=("auto", "float32", "bfloat16"))
     num_threads: int | None = option(None, at_least=1, at_most=512)
     seed: int = option(0, at_least=0, at_most=2**63 - 1)
@@ -223,6 +251,10 @@ def unknown_key(key: str, value: object, choices: Collection[str]) -> UserError:
     return UserError(f"{key}={value}: no such key; {hint}choices: {', '.join(sorted(choices))}")
 
 
+def _is_group(hint: Any) -> bool:
+    return isinstance(hint, type) and issubclass(hint, OptionGroup)
+
+
 def _known_keys(group: str, data: object, names: Collection[str]) -> dict[str, Any]:
     if not isinstance(data, Mapping):
         raise UserError(f"{group or 'config'}: {data!r} is not a group of: {', '.join(names)}")
@@ -234,6 +266,10 @@ def _known_keys(group: str, data: object, names: Collection[str]) -> dict[str, A
 
 def _checked(key: str, value: Any, field: dataclasses.Field[Any], hints: Mapping[str, Any]) -> Any:
     rule = field.metadata
+    if _is_group(hints[field.name]):
+        if not isinstance(value, hints[field.name]):
+            raise UserError(f"{key}: {value!r} is not a {hints[field.name].__name__}")
+        return value
     optional, kind = _without_none(hints[field.name])
     if value is None and optional:
         return None
@@ -241,8 +277,6 @@ def _checked(key: str, value: Any, field: dataclasses.Field[Any], hints: Mapping
         value = _converted(value, kind)
     except TypeError:
         raise UserError(f"{key}: {value!r} is not {_described(rule, kind, optional)}") from None
-    if rule["unavailable"] and value:
-        raise UserError(f"{key}: {value!r} is not available yet; choices: false")
     allowed = True
     if kind is str:
         pattern = rule["pattern"] or "|".join(rule["choices"]) or ".+"
@@ -254,6 +288,7 @@ def _checked(key: str, value: Any, field: dataclasses.Field[Any], hints: Mapping
             and (low is None or value >= low)
             and (above is None or value > above)
             and (high is None or value <= high)
+            and (kind is float or value % rule["multiple_of"] == 0)
         )
     if not allowed:
         raise UserError(f"{key}: {value!r} is not {_described(rule, kind, optional)}")
@@ -293,6 +328,8 @@ def _described(rule: Mapping[str, Any], kind: Any, optional: bool) -> str:
             if rule[bound] is not None
         ]
         noun = "an integer" if kind is int else "a number"
+        if rule["multiple_of"] > 1:
+            bounds.append(f"a multiple of {rule['multiple_of']}")
         text = f"{noun} {' and '.join(bounds)}".rstrip()
     else:
         text = {

@@ -19,9 +19,8 @@ from minivllm.compiler.cost import CostTable
 from minivllm.compiler.graph import PHASES
 from minivllm.config import ModelOptions
 from minivllm.model.config import MiniQwenConfig
-from minivllm.ops.paged_attention import FLASH_ATTENTION_PAGE
 from minivllm.run import engine_config, main
-from minivllm.runtime.engine import find_model, resolve_state_dtype
+from minivllm.runtime.resolve import find_model, resolve_state_dtype
 
 CONTEXT = 256  # tokens of KV cache that a sequence of the table attends to
 SIZES = {"prefill": 512, "decode": 1}  # tokens of the one sequence of the table's step
@@ -45,7 +44,6 @@ def inspect(settings: dict[str, Any]) -> None:
         dtype,
         config.compiler,
         state_dtype=resolve_state_dtype(config.runtime, architecture),
-        block_size=config.runtime.block_size or FLASH_ATTENTION_PAGE,
         observers=[lambda graph, stage: tables[graph.phase].observe(graph, stage)],
     )
     for phase in PHASES:

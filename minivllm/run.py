@@ -2,9 +2,11 @@
 
 Owns composition (this is the package's only importer of Hydra) and exit codes: 0, or 2 with one
 message on standard error for what a user can cause; other exceptions keep their traceback. Does
-not own option checks (`config`, `SamplingParams`), printing (`console`) nor generation (`LLM`).
+not own option checks (`config`, `SamplingParams`), printing (`console`), conversations (`chat`)
+nor generation (`LLM`).
 
     python -m minivllm.run +model=tiny prompt="def main"
+    python -m minivllm.run +model=tiny chat=true
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from minivllm import console, overrides
+from minivllm import chat, console, overrides
 from minivllm.config import EngineConfig
 from minivllm.errors import UserError
 from minivllm.presets import conf_dir
@@ -79,7 +81,7 @@ def run(settings: dict[str, Any]) -> None:
     """One job: checks everything that needs no model, then loads the model and generates.
 
     Args:
-        settings: the composed config, plain: the four groups and the prompt keys.
+        settings: the composed config, plain: the four groups and the keys of prompts and chats.
 
     Raises:
         UserError: something wrong in them, in the prompts or in the model's files.
@@ -88,16 +90,22 @@ def run(settings: dict[str, Any]) -> None:
 
     config = engine_config(settings)
     sampling_params = SamplingParams.from_mapping(settings.get("sampling", {}))
-    prompts = read_prompts(
-        prompt=settings.get("prompt"),
-        prompts=settings.get("prompts"),
-        prompt_file=settings.get("prompt_file"),
-        default=settings.get("default_prompt"),
-    )
+    conversation = chat.read_options(settings, config, sampling_params)
+    prompts = []
+    if conversation is None:
+        prompts = read_prompts(
+            prompt=settings.get("prompt"),
+            prompts=settings.get("prompts"),
+            prompt_file=settings.get("prompt_file"),
+            default=settings.get("default_prompt"),
+        )
     llm = build_llm(config)
     try:
-        outputs = console.print_stream(llm, prompts, sampling_params)
-        print(console.summary(outputs, llm, config.compiler.mode), flush=True)
+        if conversation is not None:
+            chat.run_chat(llm, sampling_params, conversation)
+        else:
+            outputs = console.print_stream(llm, prompts, sampling_params)
+            print(console.summary(outputs, llm, config.compiler.mode), flush=True)
     finally:
         llm.close()
 

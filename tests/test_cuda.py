@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,13 @@ from oracle import random_ids, random_model, save
 
 from bench.cuda_parity import compare, measure, preset, runner
 from minivllm import LLM, SamplingParams
-from minivllm.runtime.model_runner import Row
+from minivllm.config import EngineConfig, RuntimeOptions
+from minivllm.errors import UserError
+from minivllm.presets import model_preset as preset_options
+from minivllm.runtime.captures import Captures
+from minivllm.runtime.model_runner import ModelRunner
+from minivllm.runtime.prefill_runner import Row
+from minivllm.runtime.warmup import counted_builds
 
 pytestmark = [
     pytest.mark.gpu,
@@ -46,7 +53,7 @@ def test_the_kernels_are_the_intended_ones(measured: dict[str, Any]) -> None:
         "gated_delta_rule_decode": "fla",
         "paged_kv_write": "triton",
         "paged_attention_prefill": "flash_attn",
-        "paged_attention_decode": "flash_attn",
+        "paged_attention_decode": "triton",
     }
     compiled = measured["compiled_implementations"]
     assert "torch" not in compiled.values(), compiled
@@ -59,12 +66,12 @@ def test_two_batches_through_the_same_buffers(mode: str) -> None:
     device = torch.device("cuda")
     model = runner(config, weights, torch.bfloat16, None, device, mode)
     batches = []
-    for lengths in ((100, 28), (28, 100)):  # three chunks of 64 either way
+    for lengths in ((100, 28), (28, 100)):  # three chunks, and three blocks, of 64 either way
         rows = [
-            Row(random_ids(n, config.vocab_size, seed=n), 0, 1 + i, [1 + i])
+            Row(random_ids(n, config.vocab_size, seed=n), 0, n, 1 + i, [1 + i, 3 + i])
             for i, n in enumerate(lengths)
         ]
-        batches.append({k: v.to(device) for k, v in model.inputs(rows).items()})
+        batches.append({k: v.to(device) for k, v in model.prefiller.inputs(rows).items()})
     graph = model.graphs["prefill"]
     with torch.inference_mode():
         fresh = [graph(**batch).clone() for batch in batches]
@@ -97,8 +104,133 @@ def test_a_prompt_in_chunks_is_the_prompt_at_once(mode: str) -> None:
     config, weights = preset("tiny")
     model = runner(config, weights, torch.bfloat16, None, torch.device("cuda"), mode)
     ids = random_ids(400, config.vocab_size)
-    whole = model.prefill([Row(ids, 0, 1, [1, 2])]).float().cpu()
+    blocks = [3, 7, 1, 2, 6, 5, 4]
+    whole = model.prefill([Row(ids, 0, 400, 1, blocks)]).float().cpu()
     for cut in (64, 128, 320, 100):
-        model.prefill([Row(ids[:cut], 0, 1, [1, 2])])
-        split = model.prefill([Row(ids, cut, 1, [1, 2])]).float().cpu()
+        model.prefill([Row(ids, 0, cut, 1, blocks)])
+        split = model.prefill([Row(ids, cut, 400, 1, blocks)]).float().cpu()
         assert compare(split, whole).rms < 0.02, cut
+
+
+@pytest.mark.parametrize("checked", [False, True])
+def test_a_replay_is_the_eager_step(checked: bool) -> None:
+    """Logits and pools, bit for bit, at every bucket, full and one short."""
+    config = EngineConfig(
+        preset_options("tiny"),
+        runtime=RuntimeOptions(device="cuda", max_num_seqs=40, check_integrity=checked),
+    )
+    llm = LLM.from_config(config)
+    runner = llm.engine.runner
+    assert isinstance(runner, ModelRunner)
+    decoder = runner.decoder
+    captures = decoder.captures
+    assert captures is not None and len(captures) == len(decoder.buckets)
+    assert decoder.buckets == [1, 2, 4, 8, 16, 24, 32, 40]
+    vocabulary = llm.engine.config.vocab_size
+    lengths = [1 + 37 * n % 300 for n in range(40)]
+    rows = [
+        Row(random_ids(n + 1, vocabulary, seed=n), 0, n, 40 - i, range(1 + 6 * i, 7 + 6 * i))
+        for i, n in enumerate(lengths)
+    ]
+    runner.prefill(rows)
+    rows = [Row(r.token_ids, r.end, r.end + 1, r.slot, r.blocks) for r in rows]
+    pools = (runner.slots.storage, runner.blocks.storage[:250])
+    start = [pool.clone() for pool in pools]
+
+    def outcome(count: int, graphs: Captures | None) -> list[torch.Tensor]:
+        for pool, content in zip(pools, start, strict=True):
+            pool.copy_(content)
+        decoder.captures = graphs
+        logits = runner.decode(rows[:count]).clone()
+        return [logits, *(pool.clone() for pool in pools)]
+
+    for size in decoder.buckets:
+        for count in {size, max(size - 1, 1)}:
+            for replayed, eager in zip(outcome(count, captures), outcome(count, None), strict=True):
+                assert torch.equal(replayed, eager), (size, count)
+    decoder.captures = captures
+    llm.close()
+
+
+def test_once_ready_nothing_is_built_or_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of any lengths in batches of any sizes, chunks, hits, and all ways of sampling."""
+    llm = LLM("tiny", device="cuda", max_num_seqs=48, max_num_batched_tokens=1000)
+    captures = []
+    begin = torch.cuda.CUDAGraph.capture_begin
+
+    def spy(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        captures.append(arguments)
+        return begin(self, *arguments, **keywords)
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", spy)
+    chance = random.Random(0)
+    shared = random_ids(700, 4096)
+    with counted_builds() as builds:
+        for batch in (1, 2, 3, 7, 20, 48, 60):
+            prompts, params = [], []
+            for _ in range(batch):
+                length = chance.choice((1, 2, 15, 63, 64, 65, chance.randrange(1, 1200)))
+                prompts.append(
+                    shared[: chance.randrange(701)] + random_ids(length, 4096, seed=length)
+                )
+                params.append(
+                    SamplingParams(
+                        temperature=chance.choice((0.0, 1.0)),
+                        top_p=chance.choice((1.0, 0.9)),
+                        top_k=chance.choice((0, 5, 500)),
+                        n=chance.choice((1, 1, 1, 3)),
+                        logprobs=chance.choice((None, None, 3)),
+                        prompt_logprobs=chance.choice((None, None, None, 1)),
+                        repetition_penalty=chance.choice((1.0, 1.2)),
+                        max_tokens=chance.randrange(1, 80),
+                        seed=chance.randrange(99),
+                        ignore_eos=True,
+                    )
+                )
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            assert all(c.finish_reason == "length" for o in outputs for c in o.outputs)
+    assert builds.count == 0 and not captures
+    assert llm.metrics["prefix_cache"]["reused_tokens"] > 0
+    llm.close()
+
+
+@pytest.mark.slow
+def test_what_the_plan_claims_fits() -> None:
+    """Requests fill the default engine's KV cache; the memory outside the plan stays free."""
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    llm = LLM("miniqwen08b", device="cuda", load_format="dummy", skip_tokenizer_init=True)
+    plan, metrics = llm.engine.plan, llm.metrics
+    tokens = (plan.sizes.num_blocks - 1) * 64
+    assert not plan.notes and plan.max_num_seqs == 256 and plan.max_model_len == 262144
+    length = min(tokens // 160, 200_000)
+    params = SamplingParams(temperature=0.0, max_tokens=5000, ignore_eos=True)
+    names = []
+    for n in range(plan.max_num_seqs):
+        prompt = {"prompt_token_ids": random_ids(length, 248_000, seed=n)}
+        names.append(llm.add_request(prompt, params))
+    full = 0
+    for _ in range(4 * tokens // 8192):
+        llm.step()
+        metrics = llm.metrics
+        full += metrics["kv_blocks_used"] >= 0.98 * metrics["kv_blocks"]
+        if full == 20:
+            break
+    assert full == 20, metrics
+    torch.cuda.synchronize()
+    left = torch.cuda.mem_get_info()[0]
+    assert left > 0.05 * free, f"{left:,} of {free:,} bytes are left ({total:,} in all)"
+    for name in names:
+        llm.abort(name)
+    while llm.has_unfinished_requests:
+        llm.step()
+    llm.engine.scheduler.check_integrity()
+    llm.close()
+
+
+def test_memory_is_told_apart_when_too_much_is_asked() -> None:
+    with pytest.raises(UserError, match=r"do not fit into [\d,]+ bytes; one of:\n"):
+        LLM("tiny", device="cuda", gpu_memory_utilization=1e-4)
+    llm = LLM("tiny", device="cuda", gpu_memory_utilization=0.05, max_num_seqs=16)
+    assert len(llm.generate([5, 6], SamplingParams(max_tokens=3))[0].outputs[0].token_ids) > 0
+    llm.close()

@@ -18,8 +18,21 @@ ALLOWED = {  # layer -> what it may import beside itself and the leaves
     "compiler": {"ops", "model"},  # patterns are the model's own code
     "runtime": {"ops", "model", "compiler"},
 }
-ENTRY = {"run", "inspect", "console", "overrides", "prompts"}
+ENTRY = {"chat", "console", "conversation", "inspect", "overrides", "prompts", "run"}
 MAY_IMPORT_HYDRA = {"run"}
+TORCH_FREE = [  # of runtime: what decides, apart from what computes
+    "block_manager",
+    "digests",
+    "group_memory",
+    "prefix_cache",
+    "request",
+    "sampling_params",
+    "scheduler",
+    "snapshot_planner",
+    "snapshot_pool",
+    "state_slots",
+    "step",
+]
 
 
 def modules() -> list[Path]:
@@ -89,5 +102,22 @@ def test_the_reader_of_imports_sees_what_it_should():
 
 def test_the_command_line_is_read_without_torch():
     code = "import sys, minivllm.run; print({'torch', 'transformers'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, "set()"), done.stderr
+
+
+@pytest.mark.parametrize("name", TORCH_FREE)
+def test_scheduling_imports_nothing_that_computes(name):
+    """Not even inside a function, which the test below would not see."""
+    names = imported(PACKAGE / "runtime" / f"{name}.py")
+    own = {f"minivllm.runtime.{module}" for module in TORCH_FREE}
+    outside = {name.split(".")[0] for name in names if not name.startswith("minivllm")}
+    assert outside <= set(sys.stdlib_module_names)
+    assert {name for name in names if name.startswith("minivllm.runtime")} <= own
+
+
+def test_scheduling_is_imported_without_torch():
+    names = ", ".join(f"minivllm.runtime.{name}" for name in TORCH_FREE)
+    code = f"import sys, {names}; print({{'torch', 'numpy', 'transformers'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout.strip()) == (0, "set()"), done.stderr

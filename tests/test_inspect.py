@@ -25,9 +25,9 @@ def test_the_decode_step_of_the_08b(capsys: pytest.CaptureFixture[str], tmp_path
     decode = rows(capsys.readouterr().out)
     assert next(iter(decode)) == "source" and list(decode)[-1] == "inplace_state"
     launches = [int(cells[3]) for cells in decode.values()]
-    # 97 linears, 49 norms and their additions, 18 gated norms, 24 SwiGLUs, 36 state ops,
-    # 6 of each of the four of attention, the embedding
-    assert launches[-1] == 97 + 49 + 18 + 24 + 36 + 4 * 6 + 1 == 249
+    # 97 linears, of which 48 are two kernels, the embedding and its norm, 36 state ops, 6 of each
+    # of the three of attention, of which the one over the cache is two
+    assert launches[-1] == 97 + 48 + 2 + 36 + 4 * 6 == 207
     sites = {name: cells[0] for name, cells in decode.items()}
     assert sites["fuse_norms"] == "79" and sites["inplace_state"] == "36"
     # weights once (1,504.8 MB), 18 states in and out (19.76 MB each way), 256 tokens of KV

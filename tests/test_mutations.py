@@ -21,7 +21,7 @@ from transformers import Qwen3_5ForCausalLM
 
 from minivllm.compiler.passes import lower_mixers
 from minivllm.model import miniqwen
-from minivllm.runtime import model_runner
+from minivllm.runtime.model_runner import ModelRunner
 
 TWO_LAYERS = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 
@@ -138,28 +138,25 @@ def _lowered_without_its_write(kind: str) -> Patch:
     return patch_pass
 
 
-def every_step_starts_from_zero(patch: pytest.MonkeyPatch) -> None:
-    inputs = model_runner.ModelRunner.inputs
+def _before_every_step(change: Callable[[Tensor], Any]) -> Patch:
+    """What changes the pool of slots before each prefill and decode."""
 
-    def wrong(self: Any, rows: Any) -> dict[str, Tensor]:
-        made = inputs(self, rows)
-        for name, pool in self.states.items():
-            if not name.endswith("cache"):
-                pool.zero_()
-        return made
+    def patch_runner(patch: pytest.MonkeyPatch) -> None:
+        for run in (ModelRunner.prefill, ModelRunner.decode):
 
-    patch.setattr(model_runner.ModelRunner, "inputs", wrong)
+            def wrong(self: Any, rows: Any, run: Any = run) -> Tensor:
+                change(self.slots.storage)
+                return run(self, rows)
+
+            patch.setattr(ModelRunner, run.__name__, wrong)
+
+    return patch_runner
 
 
-def steps_alternate_between_two_slots(patch: pytest.MonkeyPatch) -> None:
-    inputs = model_runner.ModelRunner.inputs
-
-    def wrong(self: Any, rows: Any) -> dict[str, Tensor]:
-        made = inputs(self, rows)
-        made["state_slots"] = made["state_slots"] * (len(rows[0].token_ids) % 2)
-        return made
-
-    patch.setattr(model_runner.ModelRunner, "inputs", wrong)
+every_step_starts_from_zero = _before_every_step(lambda slots: slots.zero_())
+steps_alternate_between_two_slots = _before_every_step(
+    lambda slots: slots[1:3].copy_(slots[1:3].flip(0))
+)
 
 
 def gate_before_the_norm(patch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,13 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from minivllm import presets
-from minivllm.config import CompilerOptions, EngineConfig, ModelOptions, RuntimeOptions
+from minivllm.config import (
+    CompilerOptions,
+    EngineConfig,
+    ModelOptions,
+    PrefixCacheOptions,
+    RuntimeOptions,
+)
 from minivllm.errors import UserError
 from minivllm.model.config import MiniQwenConfig
 from minivllm.runtime.llm import LLM
@@ -24,6 +30,12 @@ GROUPS = {
     "sampling": SamplingParams,
 }
 TINY = {"path": "asset://tiny"}
+CACHE_KEYWORDS = {  # of LLM, and the options they stand for
+    "enable_prefix_caching": "enabled",
+    "snapshot_interval": "snapshot_interval",
+    "snapshot_memory_bytes": "memory_bytes",
+    "snapshot_host_memory_bytes": "host_memory_bytes",
+}
 
 
 def composed(*overrides: str) -> dict:
@@ -63,6 +75,8 @@ def test_keywords_of_llm_have_the_defaults_of_the_options():
         for cls in (ModelOptions, RuntimeOptions)
         for field in dataclasses.fields(cls)
     }
+    options |= {name: getattr(PrefixCacheOptions(), o) for name, o in CACHE_KEYWORDS.items()}
+    assert set(CACHE_KEYWORDS.values()) == set(names(PrefixCacheOptions))
     assert {name: p.default for name, p in keywords.items()} == {n: options[n] for n in keywords}
 
 
@@ -71,6 +85,8 @@ def test_every_file_names_every_option():
         assert presets.choices(group), group
         for name in presets.choices(group):
             assert list(presets.read(f"{group}/{name}")) == names(cls), f"{group}/{name}"
+    for name in presets.choices("runtime"):
+        assert list(presets.read(f"runtime/{name}")["prefix_cache"]) == names(PrefixCacheOptions)
 
 
 @pytest.mark.parametrize("name", presets.choices("model"))
@@ -149,10 +165,28 @@ def test_help_names_the_choices_of_the_dataclasses():
         (RuntimeOptions, {"gpu_memory_utilization": 0}, "0.0 is not a number > 0 and <= 1"),
         (RuntimeOptions, {"gpu_memory_utilization": 1.01}, "1.01 is not a number > 0 and <= 1"),
         (RuntimeOptions, {"gpu_memory_utilization": float("nan")}, "nan is not a number"),
-        (RuntimeOptions, {"enable_prefix_caching": True}, "True is not available yet; choices: fa"),
-        (RuntimeOptions, {"cuda_graph": True}, "runtime.cuda_graph: True is not available yet"),
+        (RuntimeOptions, {"cuda_graph": 1}, "runtime.cuda_graph: 1 is not true or false"),
+        (RuntimeOptions, {"check_integrity": None}, "None is not true or false"),
+        (RuntimeOptions, {"kv_cache_memory_bytes": 0}, "0 is not an integer >= 1 or null"),
+        (RuntimeOptions, {"prefix_cache": 3}, "runtime.prefix_cache: 3 is not a group of: enabled"),
+        (RuntimeOptions, {"prefix_cache": None}, "runtime.prefix_cache: None is not a group of: e"),
         (RuntimeOptions, {"state_dtype": "float16"}, "is not one of: auto, float32, bfloat16"),
-        (RuntimeOptions, {"max_num_seq": 1}, "did you mean 'max_num_seqs'? choices: block_size, "),
+        (RuntimeOptions, {"max_num_seq": 1}, "did you mean 'max_num_seqs'? choices: async_sched"),
+        (
+            RuntimeOptions,
+            {"prefix_cache": {"snapshot_intervall": 64}},
+            "runtime.prefix_cache.snapshot_intervall=64: no such key; did you mean "
+            "'snapshot_interval'? choices: enabled, host_memory_bytes, memory_bytes, snapshot_int",
+        ),
+        (
+            PrefixCacheOptions,
+            {"enabled": 1},
+            "runtime.prefix_cache.enabled: 1 is not true or false",
+        ),
+        (PrefixCacheOptions, {"snapshot_interval": 0}, "0 is not an integer >= 64"),
+        (PrefixCacheOptions, {"snapshot_interval": 100}, "100 is not an integer >= 64 and a multi"),
+        (PrefixCacheOptions, {"memory_bytes": -1}, "-1 is not an integer >= 0 or null"),
+        (PrefixCacheOptions, {"host_memory_bytes": None}, "None is not an integer >= 0"),
     ],
 )
 def test_a_bad_value_is_named_with_its_choices(cls, values, message):
@@ -184,6 +218,25 @@ def test_a_mapping_is_copied_so_that_options_stay_frozen():
     assert options.implementations == {"op": "x"}
     with pytest.raises(dataclasses.FrozenInstanceError):
         options.mode = "eager"
+
+
+def test_the_nested_group_through_hydra_and_by_keyword(monkeypatch):
+    asked = {"enabled": False, "snapshot_interval": 128, "memory_bytes": 7, "host_memory_bytes": 9}
+    overrides = [f"runtime.prefix_cache.{key}={value}" for key, value in asked.items()]
+    settings = composed("+model=tiny", *overrides)
+    runtime = RuntimeOptions.from_mapping(settings["runtime"])
+    assert runtime == RuntimeOptions(prefix_cache=PrefixCacheOptions(**asked))
+    opened = []
+    monkeypatch.setattr(LLM, "_open", lambda self, config: opened.append(config))
+    LLM("tiny", **{keyword: asked[option] for keyword, option in CACHE_KEYWORDS.items()})
+    LLM("tiny", enforce_eager=True, max_num_seqs=3, max_num_batched_tokens=64)
+    assert opened[0] == EngineConfig(presets.model_preset("tiny"), runtime=runtime)
+    limits = RuntimeOptions(cuda_graph=False, max_num_seqs=3, max_num_batched_tokens=64)
+    assert opened[1].runtime == limits
+    with pytest.raises(UserError, match=r"^runtime.prefix_cache.snapshot_interval: 65 is not"):
+        LLM("tiny", snapshot_interval=65)
+    with pytest.raises(UserError, match=r"^runtime.prefix_cache: 3 is not a PrefixCacheOptions"):
+        RuntimeOptions(prefix_cache=3)
 
 
 def test_engine_config_from_mapping():

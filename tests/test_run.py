@@ -7,19 +7,36 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from minivllm import console, overrides, prompts, run
 from minivllm.errors import UserError
+from minivllm.runtime.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from minivllm.runtime.sampling_params import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
+def result(index, completions, count=1, prompt_token_ids=(0,), cached=0, times=(0.25, 0.5)):
+    """An output: of each completion the text so far and the finish reason, `count` tokens each."""
+    return RequestOutput(
+        request_id=str(index),
+        prompt=None,
+        prompt_token_ids=list(prompt_token_ids),
+        outputs=[
+            CompletionOutput(number, text, list(range(7, 7 + count)), finish_reason=reason)
+            for number, (text, reason) in enumerate(completions)
+        ],
+        finished=all(reason for _, reason in completions),
+        metrics=RequestMetrics(*times),
+        num_cached_tokens=cached,
+    )
+
+
 class FakeLLM:
-    """An engine that answers every prompt with the same pieces, one a token."""
+    """An engine that answers all prompts together with the same pieces, one a token."""
 
     device = torch.device("cpu")
     dtype = torch.float32
@@ -31,16 +48,12 @@ class FakeLLM:
 
     def stream(self, inputs, sampling_params):
         self.inputs, self.sampling_params = inputs, sampling_params
-        for prompt in inputs:
-            ids = prompt if isinstance(prompt, list) else [0] * len(prompt)
-            for count in range(1, len(self.pieces) + 1):
+        for count in range(1, len(self.pieces) + 1):
+            for index, prompt in enumerate(inputs):
+                ids = prompt if isinstance(prompt, list) else [0] * len(prompt)
                 text = "".join(self.pieces[:count]) if self.tokenizer else ""
-                yield SimpleNamespace(
-                    prompt_token_ids=ids,
-                    outputs=[SimpleNamespace(text=text, token_ids=list(range(7, 7 + count)))],
-                    finished=count == len(self.pieces),
-                    metrics=SimpleNamespace(time_to_first_token=0.25, generation_time=0.5),
-                )
+                reason = "length" if count == len(self.pieces) else None
+                yield result(index, [(text, reason)], count, prompt_token_ids=ids)
 
     def close(self):
         self.closed = True
@@ -102,7 +115,7 @@ def test_text_is_printed_when_its_token_comes(engines, monkeypatch, capsys):
             yield output
 
     llm.stream = watched
-    console.print_stream(llm, ["x"], None)
+    console.print_stream(llm, ["x"], SamplingParams())
     assert [*seen, capsys.readouterr().out] == ["", "Hel", "", "lo é世\n"]
 
 
@@ -122,7 +135,7 @@ def test_several_prompts_have_a_header_each(engines, capsys):
         "--- prompt 3 of 3: [5, 6]",
         "Hello é世",
     ]
-    assert "15 prompt + 9 generated tokens | TTFT 250.0 ms | 4.0 tok/s" in out.splitlines()[-1]
+    assert "15 prompt + 9 generated tokens | TTFT 250.0 ms | 12.0 tok/s" in out.splitlines()[-1]
     assert err == ""
     assert engines[0].inputs == ["one", "two, three", [5, 6]]
 
@@ -137,12 +150,136 @@ def test_without_a_tokenizer_token_ids_are_printed(engines, monkeypatch, capsys)
     assert err == "no tokenizer: the prompt's bytes stand in for token ids\n"
 
 
-def test_one_token_has_no_speed():
-    llm = FakeLLM(pieces=("x",))
-    outputs = list(llm.stream(["p"], None))
-    assert "1 prompt + 1 generated tokens | TTFT 250.0 ms | - tok/s |" in console.summary(
-        outputs, llm, "eager"
-    )
+class Scripted(FakeLLM):
+    """An engine whose outputs, in their order, are given; `seen`: what was printed before each."""
+
+    def __init__(self, outputs, capsys, tokenizer=True):
+        super().__init__(tokenizer=tokenizer)
+        self.outputs, self.capsys, self.seen = outputs, capsys, []
+
+    def stream(self, inputs, sampling_params):
+        for number, output in enumerate(self.outputs):
+            if number:
+                self.seen.append(self.capsys.readouterr())
+            yield output
+
+    def run(self, prompts, n=1):
+        finished = console.print_stream(self, prompts, SamplingParams(n=n))
+        self.seen.append(self.capsys.readouterr())
+        return finished
+
+
+def test_texts_wait_for_their_turn(capsys):
+    script = [
+        result(1, [("u", None)]),
+        result(2, [("xy", "stop")], 2),
+        result(0, [("a", None)]),
+        result(1, [("uv", None)], 2),
+        result(0, [("ab", None)], 2),
+        result(0, [("abc", "stop")], 3),
+        result(1, [("uvw", "length")], 3),
+    ]
+    llm = Scripted(script, capsys)
+    finished = llm.run(["p", "q", [5]])
+    assert [printed.out for printed in llm.seen] == [
+        "",
+        "",
+        "--- prompt 1 of 3: 'p'\na",
+        "",
+        "b",
+        "c\n--- prompt 2 of 3: 'q'\nuv",
+        "w\n--- prompt 3 of 3: [5]\nxy\n",
+    ]
+    assert [output.outputs[0].text for output in finished] == ["abc", "uvw", "xy"]
+
+
+def test_several_completions_have_a_header_each(capsys):
+    script = [
+        result(0, [("a", None), ("1", None), ("x", None)]),
+        result(0, [("ab", None), ("12", "stop"), ("xy", None)], 2),
+        result(0, [("abc", "stop"), ("12", "stop"), ("xyz", None)], 3),
+        result(0, [("abc", "stop"), ("12", "stop"), ("xyz!", "length")], 4),
+    ]
+    llm = Scripted(script, capsys)
+    llm.run(["p"], n=3)
+    assert [printed.out for printed in llm.seen] == [
+        "--- completion 1 of 3\na",
+        "b",
+        "c\n--- completion 2 of 3\n12\n--- completion 3 of 3\nxyz",
+        "!\n",
+    ]
+    assert [printed.err for printed in llm.seen] == ["prompt: 'p'\n", "", "", ""]
+
+
+def test_completions_of_several_prompts(capsys):
+    pair = [("a", "stop"), ("b", "stop")]
+    llm = Scripted([result(0, pair), result(1, pair)], capsys)
+    llm.run(["p", "q"], n=2)
+    assert "".join(printed.out for printed in llm.seen).splitlines() == [
+        *("--- prompt 1 of 2: 'p'", "--- completion 1 of 2", "a", "--- completion 2 of 2", "b"),
+        *("--- prompt 2 of 2: 'q'", "--- completion 1 of 2", "a", "--- completion 2 of 2", "b"),
+    ]
+
+
+def test_a_model_that_gives_no_numbers_is_told(capsys):
+    script = [result(0, [("a", "error"), ("", "error")], 0), result(1, [("b", "stop"), ("", None)])]
+    script.append(result(1, [("b", "stop"), ("c", "stop")]))
+    llm = Scripted(script, capsys)
+    llm.run(["p", "q"], n=2)
+    errors = "".join(printed.err for printed in llm.seen).splitlines()
+    assert [line.partition(": the")[0] for line in errors] == [
+        "error: prompt 1, completion 1",
+        "error: prompt 1, completion 2",
+    ]
+    assert all("NaN or infinity" in line for line in errors)
+
+
+def test_waiting_ids_are_printed_without_a_tokenizer(capsys):
+    script = [
+        result(1, [("", None)], 2),
+        result(0, [("", "stop")], 1),
+        result(1, [("", "stop")], 3),
+    ]
+    llm = Scripted(script, capsys, tokenizer=False)
+    llm.run([[1], [2]])
+    assert "".join(printed.out for printed in llm.seen).splitlines() == [
+        *("--- prompt 1 of 2: [1]", "7 ", "--- prompt 2 of 2: [2]", "7 8 9 "),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("outputs", "text"),
+    [
+        ([result(0, [("x", "stop")])], "1 prompt + 1 generated tokens | TTFT 250.0 ms | - tok/s |"),
+        (
+            # from 0.2 to 1.2 seconds, 9 + 3 tokens after the first ones
+            [
+                result(0, [("x", "stop")], 10, range(5), cached=0, times=(0.2, 0.9)),
+                result(1, [("x", "stop")], 4, range(70), cached=64, times=(0.4, 0.8)),
+            ],
+            "75 prompt (64 cached) + 14 generated tokens | TTFT 300.0 ms | 12.0 tok/s | cpu",
+        ),
+        (
+            # two completions of five tokens
+            [result(0, [("x", "stop"), ("y", "stop")], 5, times=(0.1, 0.5))],
+            "1 prompt + 10 generated tokens | TTFT 100.0 ms | 16.0 tok/s |",
+        ),
+        (
+            [result(0, [("", "error")], 0, times=(0.0, 0.0))],
+            "1 prompt + 0 generated tokens | TTFT - ms | - tok/s |",
+        ),
+        (
+            # one that came to nothing does not count in the times
+            [
+                result(0, [("", "error")], 0, times=(0.0, 0.0)),
+                result(1, [("x", "stop")], 3, times=(0.5, 0.5)),
+            ],
+            "2 prompt + 3 generated tokens | TTFT 500.0 ms | 4.0 tok/s |",
+        ),
+    ],
+)
+def test_the_summary_is_of_the_whole_batch(outputs, text):
+    assert console.summary(outputs, FakeLLM(), "eager").startswith(text)
 
 
 @pytest.mark.parametrize(
@@ -227,12 +364,18 @@ def test_a_model_must_be_named(engines, capsys, arguments, message):
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("foo=1", "foo=1: no such key; choices: compiler, default_prompt, model, prompt, "),
-        ("+foo=1", "foo=1: no such key; choices: compiler, default_prompt, model, prompt, "),
-        ("promt=a", "promt=a: no such key; did you mean 'prompt'? choices: compiler"),
+        (
+            "foo=1",
+            "foo=1: no such key; choices: chat, compiler, default_prompt, enable_th",
+        ),
+        (
+            "+foo=1",
+            "foo=1: no such key; choices: chat, compiler, default_prompt, enable_th",
+        ),
+        ("promt=a", "promt=a: no such key; did you mean 'prompt'? choices: chat, "),
         ("runtime.max_num_seq=3", "runtime.max_num_seq=3: no such key; did you mean 'max_num_se"),
         ("+runtime.max_num_seq=3", "runtime.max_num_seq=3: no such key; did you mean 'max_num_s"),
-        ("runtime.seed.x=3", "runtime.seed.x=3: no such key; choices: block_size, "),
+        ("runtime.seed.x=3", "runtime.seed.x=3: no such key; choices: async_scheduling, "),
         ("model.pth=x", "model.pth=x: no such key; did you mean 'path'? choices: architecture, "),
         ("sampling.temperatur=1", "sampling.temperatur=1: no such key; did you mean 'temperature'"),
         (
@@ -254,7 +397,6 @@ def test_a_model_must_be_named(engines, capsys, arguments, message):
         ("runtime.max_num_seqs=many", "runtime.max_num_seqs: 'many' is not an integer >= 1"),
         ("runtime.max_num_seqs=0", "runtime.max_num_seqs: 0 is not an integer >= 1"),
         ("runtime.device=tpu", "runtime.device: 'tpu' is not one of: auto, cpu, cuda, cuda:N"),
-        ("runtime.cuda_graph=true", "runtime.cuda_graph: True is not available yet"),
         ("compiler.mode=fast", "compiler.mode: 'fast' is not one of: reference, eager, compiled"),
         ("sampling.temperature=-1", "sampling.temperature=-1: must be a finite number >= 0"),
         ("sampling.max_tokens=x", "sampling.max_tokens='x': must be an integer >= 1"),

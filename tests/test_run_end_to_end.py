@@ -19,8 +19,8 @@ from minivllm import run
 
 ROOT = Path(__file__).resolve().parents[1]
 SUMMARY = re.compile(
-    r"(\d+) prompt \+ (\d+) generated tokens \| TTFT [\d.]+ ms \| ([\d.]+|-) tok/s \| "
-    r"cpu (float32|bfloat16) (reference|eager|compiled) \| ops: (.*)"
+    r"(\d+) prompt(?: \(\d+ cached\))? \+ (\d+) generated tokens \| TTFT [\d.]+ ms \| "
+    r"([\d.]+|-) tok/s \| cpu (float32|bfloat16) (reference|eager|compiled) \| ops: (.*)"
 )
 IDS = "prompt=[5,6,7]"
 
@@ -185,6 +185,18 @@ def test_several_prompts_each_complete_as_if_alone(generate):
     assert both[0] == "--- prompt 1 of 2: '从前有'"
     alone, _ = generate(*options, "prompt=import os")
     assert both[second + 1 :] == alone
+
+
+def test_several_completions_are_those_of_seeds_in_a_row(generate):
+    options = ["+model=tiny", "sampling.max_tokens=8", "sampling.ignore_eos=true"]
+    options += ["sampling.temperature=1.0", "prompt=from here"]
+    lines, summary = generate(*options, "sampling.n=3", "sampling.seed=5")
+    assert summary[2] == "24"
+    heads = [lines.index(f"--- completion {i} of 3") for i in (1, 2, 3)]
+    texts = [lines[a + 1 : b] for a, b in zip(heads, [*heads[1:], len(lines)], strict=True)]
+    for seed, text in enumerate(texts, 5):
+        alone, _ = generate(*options, f"sampling.seed={seed}")
+        assert text == alone
 
 
 def test_a_seeded_draw_is_repeated(generate):

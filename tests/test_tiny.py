@@ -33,7 +33,7 @@ def pair(request: pytest.FixtureRequest) -> tuple[Qwen3_5ForCausalLM, LLM]:
     """transformers' model and ours, in the same dtype."""
     dtype = getattr(torch, request.param)
     oracle = Qwen3_5ForCausalLM.from_pretrained(FOLDER, dtype=dtype).eval()
-    return oracle, LLM("tiny", device="cpu", dtype=request.param, block_size=16)
+    return oracle, LLM("tiny", device="cpu", dtype=request.param)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def test_greedy_tokens(
 
 
 def test_logits_in_float32(exact: Qwen3_5ForCausalLM) -> None:
-    llm = LLM("tiny", device="cpu", dtype="float32", block_size=16)
+    llm = LLM("tiny", device="cpu", dtype="float32")
     assert llm.tokenizer is not None
     ids = llm.tokenizer.encode("\n".join(PROMPTS))
     prompt, whole = ids, ids + greedy(exact, ids, 64)

@@ -1,350 +1,422 @@
-"""The engine: from a config to a loaded, compiled model, and requests run one after another.
+"""The engine: requests come, steps run, tokens go.
 
-Owns loading order, the resolution of every `auto`, and a request's life. Does not own prompts'
-forms (`inputs`), the graphs' inputs (`model_runner`) or sampling (`sampler`).
+Owns a request's way from a prompt to outputs, and the order of a step. Does not own building the
+model (`build`), what a step consists of (`scheduler`), running it (`model_runner`), sampling
+(`sampler`) or outputs (`generation`).
 
     engine = Engine(config)
-    for output in engine.run(prompt, params): ...
+    engine.add_request(prompt, SamplingParams())
+    while engine.has_unfinished:
+        for generation in engine.step(): ...
+
+One thread at a time may call it.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import logging
-import math
 import time
-from collections.abc import Iterator
-from pathlib import Path
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from minivllm.compiler.compile import CompiledModel, compile_model
-from minivllm.compiler.pipeline import PIPELINE
-from minivllm.compiler.recipe import allocate
-from minivllm.compiler.trace import meta_model
-from minivllm.config import EngineConfig, ModelOptions, RuntimeOptions
+from minivllm.compiler.compile import CompiledModel
+from minivllm.config import EngineConfig
 from minivllm.errors import UserError
-from minivllm.model.config import MiniQwenConfig
-from minivllm.model.miniqwen import constants
-from minivllm.model.weights import (
-    dummy_weights,
-    load_config,
-    load_weights,
-    parameter_shapes,
-    read_ahead,
-    resolve_model,
-)
-from minivllm.ops.paged_attention import FLASH_ATTENTION_PAGE
+from minivllm.ops.paged_attention import BLOCK_SIZE
+from minivllm.runtime.block_manager import BlockManager
+from minivllm.runtime.build import build
 from minivllm.runtime.detokenizer import IncrementalDetokenizer
+from minivllm.runtime.generation import Completion, Generation
 from minivllm.runtime.inputs import Prompt
-from minivllm.runtime.memory import plan_memory
-from minivllm.runtime.model_runner import ModelRunner, ReferenceRunner, Row
-from minivllm.runtime.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from minivllm.runtime.sampler import sample
+from minivllm.runtime.logprobs import TokenLogprobs, prompt_logprobs
+from minivllm.runtime.metrics import EngineMetrics
+from minivllm.runtime.model_runner import StepLogits
+from minivllm.runtime.outputs import Logprob
+from minivllm.runtime.penalties import History, TokenCounts
+from minivllm.runtime.request import Request
+from minivllm.runtime.sampler import OnItsWay, Sampled, on_its_way, sample
+from minivllm.runtime.sampling_batch import SamplingBatch
 from minivllm.runtime.sampling_params import SamplingParams
+from minivllm.runtime.scheduler import Scheduler, SchedulerLimits
+from minivllm.runtime.snapshot_pool import SnapshotPool
+from minivllm.runtime.state_slots import StateSlots
+from minivllm.runtime.step import Chunk, Step
 from minivllm.runtime.stop import StopChecker
-from minivllm.runtime.tokenizer import Tokenizer, load_tokenizer
-from minivllm.runtime.warmup import warm_up
 
 logger = logging.getLogger(__name__)
 
-TORCH_THREADS = torch.get_num_threads()  # before any engine sets another number
-SMALL_MODEL = 2**26  # weights, below which an op is too short to be shared among threads
-SLOT = 1  # of the one sequence that runs; slot 0 and block 0 belong to padding rows
+LOGITS_ROWS = 256  # of a chunk of a prompt whose log-probabilities are wanted: the head is wide
+SEED_STEP = 0x9E3779B97F4A7C15
+
+
+@dataclass(frozen=True)
+class _Launched:
+    """A step that the device has been given, and whose tokens nobody has taken.
+
+    Attributes:
+        completions: whose token is drawn, each with the request that it belongs to.
+        sampled: the tokens; None if the step draws none.
+        prompts: the logits of prompts whose log-probabilities are wanted, `[tokens, V]` each.
+    """
+
+    completions: list[tuple[Generation, Completion]]
+    sampled: OnItsWay | None
+    prompts: list[tuple[Generation, Completion, Chunk, Tensor]]
+
+
+def takes_the_best(params: SamplingParams) -> bool:
+    """Whether its token is the one of the highest logit, and nothing else is asked for."""
+    edited = params.penalized or params.logit_bias or params.min_tokens
+    return params.greedy and not edited and params.logprobs is None
+
+
+def needs_history(params: SamplingParams) -> bool:
+    """Whether a token cannot be drawn before the host has seen the one before it."""
+    return params.penalized or params.min_tokens > 0
 
 
 class Engine:
-    """A model ready to run.
+    """A model, its memory and its requests.
 
     Attributes:
+        options: what it was built from.
         config: the architecture.
         device, dtype: where and in what the model runs.
         tokenizer: None where it was skipped, or where dummy weights came without one.
         max_model_len: longest sequence in tokens.
+        max_num_seqs: most sequences that run at once.
         compiled: the graphs and their reports; None in reference mode.
-        runner: executes a step.
+        runner: executes steps.
+        plan: the division of memory.
+        scheduler: who runs, and with which memory.
+        metrics: counters and times.
     """
 
     def __init__(self, options: EngineConfig) -> None:
         self.options = options
-        self.device = resolve_device(options.runtime.device)
-        folder, self.config = find_model(options.model)
-        self.dtype = resolve_dtype(options.model.dtype, self.config, self.device)
-        self.tokenizer = _tokenizer(options.model, folder)
-        self.block_size = options.runtime.block_size or FLASH_ATTENTION_PAGE
-        if folder is not None and options.model.load_format != "dummy":
-            read_ahead(folder)  # from disk, while the graphs are compiled
         self._threads_before = torch.get_num_threads()
-        if self.device.type == "cpu":
-            torch.set_num_threads(resolve_num_threads(options.runtime, self.config))
-        self.compiled: CompiledModel | None = None
-        self.runner: ModelRunner | ReferenceRunner
-        if self.dtype == torch.float32 and self.device.type == "cuda":
-            # float32 means float32: products must not be rounded to TF32
-            torch.set_float32_matmul_precision("highest")
-        if options.compiler.mode != "reference":
-            self.compiled = compile_model(
-                self.config,
-                self.dtype,
-                options.compiler,
-                state_dtype=resolve_state_dtype(options.runtime, self.config),
-                block_size=self.block_size,
-            )
-            ran = {report.name for report in self.compiled.reports}
-            missing = [p.name for p in PIPELINE if p.mandatory and p.name not in ran]
-            if missing:
-                raise UserError(
-                    f"compiler.stop_after={options.compiler.stop_after!r} leaves out "
-                    f"{', '.join(missing)}, without which a graph cannot run; to look at it: "
-                    "python -m minivllm.inspect with the same arguments"
-                )
-        start = time.perf_counter()
-        self.weights = self._load_weights(folder)
-        seconds = {"weights": time.perf_counter() - start}
-        self._build_runner()
-        if self.compiled is not None:
-            seconds = self.compiled.seconds | seconds
-        if isinstance(self.runner, ModelRunner) and self.device.type == "cuda":
-            builds = warm_up(self.runner, SLOT, self._blocks(self.max_model_len))
-            seconds[f"first run, {builds.count} kernels built"] = builds.seconds
-        logger.info("start: %s", ", ".join(f"{part} {s:.1f} s" for part, s in seconds.items()))
-        for line in self.runner.warnings:
-            logger.warning(line)
-        known = self.config.eos_token_ids
-        self.eos_token_ids = known or (self.tokenizer.eos_token_ids if self.tokenizer else ())
-        limit = self.tokenizer.vocab_limit if self.tokenizer else self.config.vocab_size
-        self.vocab_limit = min(limit, self.config.vocab_size)
-        self._request_ids = itertools.count()
-        self._running = False
+        built = build(options)
+        self.config, self.device, self.dtype = built.config, built.device, built.dtype
+        self.tokenizer = built.tokenizer
+        self.compiled: CompiledModel | None = built.compiled
+        self.runner = built.runner
+        self.plan = built.plan
+        self.max_model_len = self.plan.max_model_len
+        self.max_num_seqs = self.plan.max_num_seqs
+        of_tokenizer = self.tokenizer.eos_token_ids if self.tokenizer else ()
+        # a checkpoint may end a text at one, and its chat template a turn at another
+        self.eos_token_ids = tuple(dict.fromkeys((*self.config.eos_token_ids, *of_tokenizer)))
+        self.vocab_limit = built.vocab_limit
+        sizes, cache = self.plan.sizes, options.runtime.prefix_cache
+        self.scheduler = Scheduler(
+            SchedulerLimits(
+                max_num_seqs=self.max_num_seqs,
+                max_num_batched_tokens=options.runtime.max_num_batched_tokens,
+                max_model_len=self.max_model_len,
+                block_size=BLOCK_SIZE,
+                snapshot_interval=cache.snapshot_interval,
+                prefix_caching=cache.enabled and self.compiled is not None,
+                max_logits_rows=LOGITS_ROWS,
+            ),
+            BlockManager(sizes.num_blocks, BLOCK_SIZE),
+            StateSlots(sizes.num_slots),
+            SnapshotPool(sizes.num_snapshots, sizes.num_host_snapshots),
+        )
+        self.metrics = EngineMetrics(self.scheduler)
+        self._generations: dict[str, Generation] = {}
+        self._completions: dict[Request, tuple[Generation, Completion]] = {}
+        self._aborted: list[Generation] = []
+        self._launched: deque[_Launched] = deque()
+        asynchronous = options.runtime.async_scheduling
+        if asynchronous is None:
+            asynchronous = self.device.type == "cuda"
+        self._one_ahead = asynchronous and self.compiled is not None
+        self._need_history = 0  # completions whose sampling reads their own tokens
+        self._number = 0
 
     def close(self) -> None:
         """Give back what the engine changed in the process: torch's number of threads."""
         torch.set_num_threads(self._threads_before)
 
-    def _load_weights(self, folder: Path | None) -> dict[str, torch.Tensor]:
-        """The weights by the graphs' names, each read into its place; plain in reference mode."""
-        shapes = parameter_shapes(self.config)
-        storage: dict[str, torch.Tensor] | None = None
-        targets: dict[str, torch.Tensor] = {}
-        if self.compiled is not None:
-            specs = self.compiled.prefill.weights | self.compiled.decode.weights
-            held = {n: spec for n, spec in specs.items() if n not in constants(self.config)}
-            storage, targets = allocate(held, self.device)
-        if self.options.model.load_format == "dummy":
-            seed = self.options.model.seed
-            plain = dummy_weights(shapes, self.dtype, self.device, seed, targets)
-        else:
-            assert folder is not None, "checked by ModelOptions"
-            plain = load_weights(folder, shapes, self.dtype, self.device, targets=targets)
-        return plain if storage is None else storage
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a step would bring anything."""
+        return bool(self._generations or self._aborted or self._launched)
 
-    def _build_runner(self) -> None:
-        buffers = {n: c.to(self.device) for n, c in constants(self.config).items()}
-        states = self.compiled.decode.states.values() if self.compiled else ()
-        free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else None
-        plan = plan_memory(
-            self.options.runtime,
-            sum(s.bytes_per_entry for s in states if s.kind == "block"),
-            self.block_size,
-            self.config.max_position_embeddings,
-            free,
-        )
-        self.max_model_len = plan.max_model_len
-        if plan.note:
-            logger.warning(plan.note)
-        if self.compiled is None:
-            model = meta_model(self.config, self.dtype)
-            model.load_state_dict(self.weights, assign=True)
-            model.rotary_emb.inv_freq = buffers["rotary_emb.inv_freq"]
-            self.runner = ReferenceRunner(model, self.device)
-            return
-        self.runner = ModelRunner(
-            self.compiled,
-            self.weights | buffers,
-            self.device,
-            self.dtype,
-            num_slots=SLOT + 1,
-            num_blocks=plan.num_blocks,
-            block_size=self.block_size,
-            implementations=self.options.compiler.implementations,
-        )
-        used = self.runner.implementations
-        unused = [op for op in self.options.compiler.implementations if op not in used]
-        if unused:
-            raise UserError(
-                f"compiler.implementations.{unused[0]}: no graph of this mode has that op; "
-                f"choose from {', '.join(sorted(used))}"
-            )
-        paged = "flash_attn" in used.values()
-        if paged and self.block_size % FLASH_ATTENTION_PAGE:
-            raise UserError(
-                f"runtime.block_size={self.block_size}: flash-attn's paged attention takes "
-                f"multiples of {FLASH_ATTENTION_PAGE}; or force its substitute with "
-                "compiler.implementations.paged_attention_prefill=torch and "
-                "compiler.implementations.paged_attention_decode=torch"
-            )
+    def add_request(
+        self, prompt: Prompt, params: SamplingParams, request_id: str | None = None
+    ) -> Generation:
+        """Queue a request; `step` brings it forward.
 
-    def run(self, prompt: Prompt, params: SamplingParams) -> Iterator[RequestOutput]:
-        """Run one request to its end; yields its state after every token.
+        Args:
+            prompt: checked by `inputs.read_prompts`.
+            params: of all its completions.
+            request_id: to `abort` it by; None: counts from "0".
+
+        Returns:
+            Its outputs, as they will come.
 
         Raises:
-            UserError: another request has begun and is not at its end; the two would share a slot.
+            UserError: the id is in use, or the request could never run.
         """
-        if self._running:
-            raise UserError(
-                "another request of this engine is running: finish its stream, or close it, first"
-            )
-        self._running = True
-        try:
-            yield from self._run(prompt, params)
-        finally:
-            self._running = False
+        number = self._number
+        if request_id is None:
+            while str(number) in self._generations:  # somebody chose this one
+                number += 1
+            request_id = str(number)
+        if request_id in self._generations:
+            raise UserError(f"request_id={request_id!r} is in use by a request that still runs")
+        self._check(prompt, params)
+        self._number = number + 1
+        first_seed = params.seed
+        if first_seed is None:
+            first_seed = self.options.runtime.seed * SEED_STEP + number
+        completions = [
+            self._completion(f"{request_id}.{i}", prompt, params, (first_seed + i) % 2**64, i)
+            for i in range(params.n)
+        ]
+        head, *forks = (c.request for c in completions)
+        head.forks.extend(forks)
+        generation = Generation(request_id, prompt, completions, time.perf_counter)
+        if params.prompt_logprobs is not None:
+            generation.prompt_logprobs = [None]
+        self._generations[request_id] = generation
+        self._completions |= {c.request: (generation, c) for c in completions}
+        self._need_history += params.n * needs_history(params)
+        self.scheduler.add(head)
+        return generation
 
-    def _run(self, prompt: Prompt, params: SamplingParams) -> Iterator[RequestOutput]:
-        start = time.perf_counter()
-        number = next(self._request_ids)
-        seed = params.seed
-        if seed is None:
-            seed = (self.options.runtime.seed * 0x9E3779B97F4A7C15 + number) % 2**64
+    def abort(self, request_id: str) -> None:
+        """End a request at any stage; the next step brings its last output, "abort".
+
+        Raises:
+            UserError: there is no such request, or it has ended.
+        """
+        generation = self._generations.pop(request_id, None)
+        if generation is None:
+            running = ", ".join(map(repr, self._generations)) or "none"
+            raise UserError(f"request_id={request_id!r}: no such request; there are: {running}")
+        # forks first: they hang on their head as long as it has not been prefilled
+        for completion in reversed(generation.completions):
+            if not completion.finished:
+                completion.end("abort")
+                self._leave(completion)
+        self.metrics.aborted += 1
+        self._aborted.append(generation)
+
+    def step(self) -> list[Generation]:
+        """Launch one step, and take the tokens of the one before it (or its own).
+
+        One step ahead, the device runs this step while the host takes the tokens of the last one.
+        A request that these end has a row in this step for nothing; its token goes nowhere.
+
+        Returns:
+            The requests that got a token or came to their end, in the order of the step.
+        """
+        touched = dict.fromkeys(self._aborted)
+        if self._need_history:
+            touched |= self._take(keep=0)
+        launched = self._launch()
+        touched |= self._take(keep=1 if launched and self._one_ahead else 0)
+        self._aborted = []
+        for generation in touched:
+            if generation.finished:
+                self._generations.pop(generation.request_id, None)
+        if not self.has_unfinished and self.options.runtime.check_integrity:
+            self.scheduler.check_integrity()
+        return list(touched)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget everything that is kept for later requests; running ones go on."""
+        self.scheduler.reset_prefix_cache()
+
+    def _check(self, prompt: Prompt, params: SamplingParams) -> None:
+        if params.n > self.max_num_seqs:
+            raise UserError(
+                f"n={params.n}: at most max_num_seqs={self.max_num_seqs} completions can run"
+            )
+        if not self.scheduler.fits(len(prompt.token_ids), params.n):
+            raise UserError(
+                f"n={params.n} completions of {len(prompt.token_ids)} tokens need more KV cache at "
+                f"once than its {self.plan.sizes.num_blocks - 1} blocks of {BLOCK_SIZE}: lower n, "
+                "or raise runtime.kv_cache_memory_bytes"
+            )
+        named = {"logit_bias": params.logit_bias or {}, "stop_token_ids": params.stop_token_ids}
+        for name, ids in named.items():
+            unknown = [i for i in ids or () if not 0 <= i < self.config.vocab_size]
+            if unknown:
+                raise UserError(
+                    f"{name}: token id {unknown[0]} is outside the vocabulary, "
+                    f"0 to {self.config.vocab_size - 1}"
+                )
+
+    def _completion(
+        self, name: str, prompt: Prompt, params: SamplingParams, seed: int, index: int
+    ) -> Completion:
         detokenizer = None
         if self.tokenizer is not None:
             detokenizer = IncrementalDetokenizer(
                 self.tokenizer, prompt.token_ids, params.skip_special_tokens
             )
         room = self.max_model_len - len(prompt.token_ids)
-        stop = StopChecker(params, self.eos_token_ids, detokenizer, room)
         ids = list(prompt.token_ids)
-        text = ""
-        first: float | None = None
-        logits = self._prefill(ids)
-        while True:
-            token = int(sample(logits, [params], [seed], [len(ids)], self.vocab_limit))
-            now = time.perf_counter()
-            first = now if first is None else first
-            ids.append(token)
-            step = stop.update(token)
-            text += step.text
-            completion = CompletionOutput(
-                index=0,
-                text=text,
-                token_ids=ids[len(prompt.token_ids) :],
-                delta=step.text,
-                finish_reason=step.finish_reason,
-                stop_reason=step.stop_reason,
-            )
-            yield RequestOutput(
-                request_id=str(number),
-                prompt=prompt.text,
-                prompt_token_ids=prompt.token_ids,
-                outputs=[completion],
-                finished=step.finish_reason is not None,
-                metrics=RequestMetrics(first - start, now - first),
-            )
-            if step.finish_reason is not None:
-                return
-            logits = self.runner.decode([self._row(ids, len(ids) - 1)])
+        return Completion(
+            Request(
+                name,
+                ids,
+                len(ids),
+                params,
+                seed,
+                prompt.cache,
+                final_length=len(ids) + min(room, params.max_tokens or room),
+            ),
+            index,
+            StopChecker(params, self.eos_token_ids, detokenizer, room),
+            counts=TokenCounts(ids, len(ids)) if params.penalized else None,
+            logprobs=None if params.logprobs is None else [],
+        )
 
-    def _prefill(self, ids: list[int]) -> torch.Tensor:
-        """The logits behind a prompt, run in chunks of at most `max_num_batched_tokens`."""
-        budget = self.options.runtime.max_num_batched_tokens
-        for start in range(0, len(ids), budget):
-            logits = self.runner.prefill([self._row(ids[: start + budget], start)])
-        return logits
+    def _launch(self) -> bool:
+        """Plan a step and hand it to the device; False: nothing is to be done."""
+        step = self.scheduler.schedule()
+        if step is None:
+            return False
+        completions = [self._completions[request] for request in step.sampled]
+        try:
+            logits = self.runner.execute(step)
+            drawn = self._draw(step, logits, [c for _, c in completions]) if completions else None
+        except BaseException:
+            self._break_off(step)
+            raise
+        self.scheduler.advance(step)
+        self.metrics.step(step)
+        chunks = [(*self._completions[c.request], c, rows) for c, rows in logits.prompt]
+        self._launched.append(_Launched(completions, drawn, chunks))
+        return True
 
-    def _row(self, ids: list[int], num_computed_tokens: int) -> Row:
-        return Row(ids, num_computed_tokens, SLOT, self._blocks(len(ids)))
+    def _break_off(self, step: Step) -> None:
+        """A step broke off: how far it came is unknown, so all that it touched ends with it."""
+        running = [*(chunk.request for chunk in step.prefill), *step.decode]
+        self._fail(member for request in running for member in list(request.group()))
+        self.scheduler.reset_prefix_cache()
 
-    def _blocks(self, tokens: int) -> range:
-        """The KV blocks of a sequence of this many tokens."""
-        return range(1, -(-tokens // self.block_size) + 1)
+    def _fail(self, requests: Iterable[Request]) -> None:
+        """End requests of which not every token can be had; the next step tells."""
+        for request in requests:
+            if request not in self._completions:
+                continue
+            generation, completion = self._completions[request]
+            completion.end("error")
+            self._leave(completion, publish=False)
+            if generation.finished:
+                self._generations.pop(generation.request_id, None)
+                self.metrics.failed += 1
+                self._aborted.append(generation)
 
+    def _draw(self, step: Step, logits: StepLogits, completions: Sequence[Completion]) -> OnItsWay:
+        """Choose each row's token on the device, and start it on its way to the host."""
+        if logits.greedy is not None and all(takes_the_best(r.params) for r in step.sampled):
+            return on_its_way(logits.greedy)
+        sampled = self._sample(logits.sampled, completions)
+        self.runner.store_tokens(step, sampled.token_ids)
+        return on_its_way(torch.where(sampled.valid, sampled.token_ids, -1), sampled.logprobs)
 
-def resolve_device(name: str) -> torch.device:
-    """`auto`: CUDA if there is one, else CPU; a CUDA device that is not there is a UserError."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(name)
-    if device.type == "cuda":
-        count = torch.cuda.device_count()
-        if (device.index or 0) >= count:
-            raise UserError(
-                f"runtime.device={name!r}: this machine has {count} CUDA devices; choose auto, "
-                + ", ".join(["cpu", *(f"cuda:{i}" for i in range(count))])
-            )
-    return device
+    def _sample(self, logits: Tensor, completions: Sequence[Completion]) -> Sampled:
+        requests = [c.request for c in completions]
+        batch = SamplingBatch.build(
+            [r.params for r in requests],
+            [r.seed for r in requests],
+            [r.num_tokens for r in requests],
+            [History(r.token_ids, r.num_prompt_tokens, c.counts)
+             for r, c in zip(requests, completions, strict=True)],
+            self.eos_token_ids,
+            self.device,
+            self.vocab_limit,
+        )  # fmt: skip
+        return sample(logits, batch)
 
+    def _take(self, keep: int) -> dict[Generation, None]:
+        """Take the tokens of all launched steps but the last `keep`; what got one or ended."""
+        touched: dict[Generation, None] = {}
+        while len(self._launched) > keep:
+            launched = self._launched.popleft()
+            try:
+                touched |= self._take_step(launched)
+            except BaseException:
+                self._fail(completion.request for _, completion in launched.completions)
+                raise
+        return touched
 
-def resolve_dtype(name: str, config: MiniQwenConfig, device: torch.device) -> torch.dtype:
-    """`auto`: the checkpoint's dtype on CUDA (bfloat16 if it says none), float32 on CPU."""
-    if name == "auto":
-        name = (config.dtype or "bfloat16") if device.type == "cuda" else "float32"
-    return getattr(torch, name)
-
-
-def resolve_state_dtype(options: RuntimeOptions, config: MiniQwenConfig) -> torch.dtype:
-    """`auto`: what the checkpoint asks for (`mamba_ssm_dtype`), else float32."""
-    name = options.state_dtype
-    return getattr(torch, (config.mamba_ssm_dtype or "float32") if name == "auto" else name)
-
-
-def resolve_num_threads(options: RuntimeOptions, config: MiniQwenConfig) -> int:
-    """`None`: one thread for a small model, whose threads would wait longer than they work."""
-    if options.num_threads is not None:
-        return options.num_threads
-    weights = sum(math.prod(shape) for shape in parameter_shapes(config).values())
-    return 1 if weights < SMALL_MODEL else TORCH_THREADS
-
-
-def find_model(options: ModelOptions) -> tuple[Path | None, MiniQwenConfig]:
-    """The checkpoint's folder, if the options name one that counts, and the architecture.
-
-    Raises:
-        UserError: there is no such folder or hub id, or its config is of another architecture.
-    """
-    folder = _folder(options)
-    return folder, _architecture(options, folder)
-
-
-def _folder(options: ModelOptions) -> Path | None:
-    """The checkpoint's folder; None for dummy weights whose shape the options tell."""
-    if options.path is None:
-        return None
-    dummy = options.load_format == "dummy"
-    local = options.path.startswith(("/", ".", "~")) or Path(options.path).is_dir()
-    if dummy and options.architecture and not local:
-        return None  # a preset's hub id: its shape stands in the options
-    return resolve_model(options.path, options.revision, weights=not dummy)
-
-
-def _architecture(options: ModelOptions, folder: Path | None) -> MiniQwenConfig:
-    if folder is not None:
-        config = load_config(folder)
-        if options.architecture is not None:
-            asked = MiniQwenConfig.from_hf(options.architecture)
-            differing = [
-                f.name
-                for f in dataclasses.fields(config)
-                if getattr(config, f.name) != getattr(asked, f.name)
-            ]
-            if differing:
-                logger.warning(
-                    "model.architecture is not used: the checkpoint's config.json tells the shape, "
-                    "and differs in %s",
-                    ", ".join(differing),
+    def _take_step(self, launched: _Launched) -> dict[Generation, None]:
+        """Give each request of a step its token; free those that end."""
+        for generation, completion, chunk, rows in launched.prompts:
+            self._take_prompt_logprobs(generation, completion, chunk, rows)
+        if launched.sampled is None:
+            return {}
+        start = time.perf_counter()
+        tokens = launched.sampled.wait()  # for the device, here and only here
+        self.metrics.waited += time.perf_counter() - start
+        requests = [c.request for _, c in launched.completions]
+        entries = self._logprobs(requests, launched.sampled.logprobs, tokens)
+        touched: dict[Generation, None] = {}
+        taken = 0
+        for i, (generation, completion) in enumerate(launched.completions):
+            completion.request.in_flight -= 1
+            if completion.finished:  # by the token before, or aborted
+                continue
+            valid = tokens[i] >= 0
+            taken += valid
+            if valid:
+                ended = completion.append(tokens[i], entries.get(i))
+            else:
+                logger.error(
+                    "request %s: its logits hold NaN or infinity, so it ends here",
+                    generation.request_id,
                 )
-        return config
-    assert options.architecture is not None, "checked by ModelOptions"
-    return MiniQwenConfig.from_hf(options.architecture)
+                completion.end("error")
+                ended = True
+            if ended:
+                self._leave(completion, publish=valid)
+            touched[generation] = None
+        for generation in touched:
+            generation.token_came()
+        self.metrics.tokens(touched, taken)
+        return touched
 
+    def _leave(self, completion: Completion, publish: bool = True) -> None:
+        """A completion that has ended gives back what it holds."""
+        self.scheduler.finish(completion.request, publish=publish)
+        del self._completions[completion.request]
+        self._need_history -= needs_history(completion.request.params)
 
-def _tokenizer(options: ModelOptions, folder: Path | None) -> Tokenizer | None:
-    if options.skip_tokenizer_init:
-        return None
-    if options.tokenizer is not None:
-        return load_tokenizer(options.tokenizer)
-    if folder is None or (
-        options.load_format == "dummy" and not (folder / "tokenizer.json").is_file()
-    ):
-        return None
-    return load_tokenizer(folder, options.revision)
+    def _logprobs(
+        self, requests: Sequence[Request], found: TokenLogprobs | None, tokens: Sequence[int]
+    ) -> dict[int, dict[int, Logprob]]:
+        """Of each row that asked for them, by row."""
+        if found is None:
+            return {}
+        rows = [i for i, r in enumerate(requests) if r.params.logprobs is not None]
+        counts = [requests[i].params.logprobs or 0 for i in rows]
+        entries = found.dicts([tokens[i] for i in rows], counts, self._decode)
+        return dict(zip(rows, entries, strict=True))
+
+    def _take_prompt_logprobs(
+        self, generation: Generation, completion: Completion, chunk: Chunk, rows: Tensor
+    ) -> None:
+        request, entries = completion.request, generation.prompt_logprobs
+        # a sequence that lost its place computes its prompt again; forks share the head's
+        if entries is None or completion.index > 0 or len(entries) > chunk.start + 1:
+            return
+        count = request.params.prompt_logprobs or 0
+        end = min(chunk.end + 1, request.num_prompt_tokens)
+        next_ids = request.token_ids[chunk.start + 1 : end]
+        if next_ids:
+            found = prompt_logprobs(rows[: len(next_ids)], next_ids, count, self.vocab_limit)
+            entries += found.dicts(next_ids, [count] * len(next_ids), self._decode)
+
+    def _decode(self, token_id: int) -> str | None:
+        return None if self.tokenizer is None else self.tokenizer.decode([token_id], False)

@@ -12,17 +12,26 @@ from dataclasses import dataclass
 from typing import Any
 
 from minivllm.errors import UserError
+from minivllm.runtime.request import CacheOptions
 from minivllm.runtime.tokenizer import Tokenizer
 
 FORMS = 'a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": [id, …]}'
+CACHE_KEYS = ("prefix_cache", "cache_salt", "snapshot_at")  # a mapping may hold beside its prompt
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt ready to run: its token ids, and its text if it was given as text."""
+    """A prompt ready to run.
+
+    Attributes:
+        token_ids: at least one.
+        text: as it was given; None where ids were.
+        cache: what it may share with other requests.
+    """
 
     token_ids: list[int]
     text: str | None = None
+    cache: CacheOptions = CacheOptions()
 
 
 def read_prompts(
@@ -31,7 +40,10 @@ def read_prompts(
     """All prompts of a call, checked.
 
     Args:
-        prompts: one prompt in one of `FORMS`, or a sequence of them.
+        prompts: one prompt in one of `FORMS`, or a sequence of them. A mapping may also hold
+            `prefix_cache` (False: neither read nor keep anything), `cache_salt` (a text: share
+            with requests of the same salt only) and `snapshot_at` (token counts at which the
+            states are kept for later prompts that begin alike).
         tokenizer: None: prompts must be token ids.
         vocab_size: of the model; ids from there on do not exist.
         max_model_len: a prompt must leave room for one token below it.
@@ -56,10 +68,16 @@ def read_prompts(
 
 
 def _read(given: Any, tokenizer: Tokenizer | None) -> Prompt:
+    cache = CacheOptions()
     if isinstance(given, Mapping):
-        if set(given) not in ({"prompt"}, {"prompt_token_ids"}):
-            raise UserError(f"keys {sorted(map(str, given))}: give {FORMS}")
-        ((key, given),) = given.items()
+        cache = _cache_options(given)
+        rest = {key: value for key, value in given.items() if key not in CACHE_KEYS}
+        if set(rest) not in ({"prompt"}, {"prompt_token_ids"}):
+            raise UserError(
+                f"keys {sorted(map(str, given))}: give {FORMS}, and beside it none or some of "
+                f"{', '.join(CACHE_KEYS)}"
+            )
+        ((key, given),) = rest.items()
         if isinstance(given, str) != (key == "prompt"):
             raise UserError(f"{key}={given!r}: give {FORMS}")
     if isinstance(given, str):
@@ -68,11 +86,25 @@ def _read(given: Any, tokenizer: Tokenizer | None) -> Prompt:
                 f"text {given[:40]!r} needs a tokenizer and there is none: give token ids, "
                 "or name a tokenizer with tokenizer="
             )
-        return Prompt(tokenizer.encode(given), given)
+        return Prompt(tokenizer.encode(given), given, cache)
     plain = isinstance(given, Sequence) and not isinstance(given, (bytes, bytearray))
     if not plain or not all(_is_id(i) for i in given):
         raise UserError(f"{given!r}: give {FORMS}")
-    return Prompt(list(given))
+    return Prompt(list(given), cache=cache)
+
+
+def _cache_options(given: Mapping[Any, Any]) -> CacheOptions:
+    enabled = given.get("prefix_cache", True)
+    if not isinstance(enabled, bool):
+        raise UserError(f"prefix_cache={enabled!r}: must be True or False")
+    salt = given.get("cache_salt")
+    if salt is not None and not isinstance(salt, str):
+        raise UserError(f"cache_salt={salt!r}: must be a text or None")
+    places = given.get("snapshot_at", ())
+    listed = isinstance(places, Sequence) and not isinstance(places, (str, bytes))
+    if not listed or not all(_is_id(p) and p > 0 for p in places):
+        raise UserError(f"snapshot_at={places!r}: must be a list of token counts, each above 0")
+    return CacheOptions(enabled, salt, tuple(places))
 
 
 def _check_ids(ids: list[int], vocab_size: int, max_model_len: int) -> None:

@@ -10,19 +10,21 @@ Owns keywords and the forms of a call. Does not own the engine behind it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from minivllm.config import EngineConfig, ModelOptions, RuntimeOptions
+from minivllm.config import EngineConfig, ModelOptions, PrefixCacheOptions, RuntimeOptions
 from minivllm.errors import UserError
 from minivllm.presets import choices, model_preset
 from minivllm.runtime.engine import Engine
-from minivllm.runtime.inputs import read_prompts
+from minivllm.runtime.generation import Generation
+from minivllm.runtime.inputs import Prompt, read_prompts
 from minivllm.runtime.outputs import RequestOutput
 from minivllm.runtime.sampling_params import SamplingParams
 from minivllm.runtime.tokenizer import Tokenizer
@@ -31,7 +33,8 @@ from minivllm.runtime.tokenizer import Tokenizer
 class LLM:
     """A model and its engine.
 
-    On a CPU it sets torch's number of threads, which `close` sets back.
+    On a CPU it sets torch's number of threads, which `close` sets back. One thread at a time may
+    call it; `AsyncLLM` is for several askers.
 
     Args:
         model: a name under `conf/model` (such as "tiny"), a folder, or a Hugging Face hub id.
@@ -43,13 +46,15 @@ class LLM:
         load_format: "auto", "safetensors", or "dummy" for seeded random weights.
         seed: of sampling where a request brings none, and of dummy weights.
         max_model_len: longest sequence, prompt and output, in tokens.
-        max_num_seqs: most sequences in one step; so far there is never more than one.
-        max_num_batched_tokens: most tokens in one step; longer prompts run in chunks.
-        block_size: tokens in a KV block.
-        gpu_memory_utilization: share of the free GPU memory for the KV cache, in (0, 1].
-        kv_cache_memory_bytes: the KV cache's size in bytes; None: from the share.
-        enable_prefix_caching: not available yet; True is an error.
-        enforce_eager: never capture CUDA graphs. None are captured yet, so both values do the same.
+        max_num_seqs: most sequences that run at once; fewer if the memory holds fewer.
+        max_num_batched_tokens: most tokens of prompts in a step; longer prompts run in chunks.
+        gpu_memory_utilization: share of the free GPU memory that is used, in (0, 1].
+        kv_cache_memory_bytes: the KV cache's size in bytes; None: what the rest leaves.
+        enable_prefix_caching: keep KV blocks and states for prompts that begin alike.
+        snapshot_interval, snapshot_memory_bytes, snapshot_host_memory_bytes: as
+            `runtime.prefix_cache.snapshot_interval`, `memory_bytes` and `host_memory_bytes`.
+        enforce_eager: never capture CUDA graphs.
+        async_scheduling: launch a step before the last one's tokens are seen; None: on a GPU.
 
     Raises:
         UserError: a value out of range, or a model that cannot be loaded.
@@ -70,11 +75,14 @@ class LLM:
         max_model_len: int | None = None,
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 8192,
-        block_size: int | None = None,
         gpu_memory_utilization: float = 0.9,
         kv_cache_memory_bytes: int | None = None,
-        enable_prefix_caching: bool = False,
+        enable_prefix_caching: bool = True,
+        snapshot_interval: int = 2048,
+        snapshot_memory_bytes: int | None = None,
+        snapshot_host_memory_bytes: int = 0,
         enforce_eager: bool = False,
+        async_scheduling: bool | None = None,
     ) -> None:
         if not isinstance(enforce_eager, bool):
             raise UserError(f"enforce_eager={enforce_eager!r}: must be True or False")
@@ -98,13 +106,19 @@ class LLM:
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
-            block_size=block_size,
             gpu_memory_utilization=gpu_memory_utilization,
             kv_cache_memory_bytes=kv_cache_memory_bytes,
-            enable_prefix_caching=enable_prefix_caching,
+            prefix_cache=PrefixCacheOptions(
+                enabled=enable_prefix_caching,
+                snapshot_interval=snapshot_interval,
+                memory_bytes=snapshot_memory_bytes,
+                host_memory_bytes=snapshot_host_memory_bytes,
+            ),
+            cuda_graph=not enforce_eager,
+            async_scheduling=async_scheduling,
             seed=seed,
         )
-        self._engine: Engine | None = Engine(EngineConfig(model=model_options, runtime=runtime))
+        self._open(EngineConfig(model=model_options, runtime=runtime))
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> LLM:
@@ -114,8 +128,13 @@ class LLM:
             UserError: as the constructor.
         """
         llm = cls.__new__(cls)
-        llm._engine = Engine(config)
+        llm._open(config)
         return llm
+
+    def _open(self, config: EngineConfig) -> None:
+        self._engine: Engine | None = Engine(config)
+        self._added: dict[str, Generation] = {}  # by add_request, until step has told their end
+        self._stepped_for: object = None  # who asked for the latest step
 
     @property
     def engine(self) -> Engine:
@@ -148,17 +167,22 @@ class LLM:
         """Op name to the implementation that was chosen for it."""
         return self.engine.runner.implementations
 
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """The engine's counters and times, as plain numbers."""
+        return self.engine.metrics.snapshot()
+
     def generate(
         self,
         prompts: Any,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Complete every prompt.
+        """Complete every prompt, as many at once as fit.
 
         Args:
             prompts: a text, a list of token ids, `{"prompt": …}` or `{"prompt_token_ids": […]}`,
-                or a list of these.
+                or a list of these; see `inputs.read_prompts` for what a mapping may hold beside.
             sampling_params: for all prompts, or one for each; None: `SamplingParams()`.
             use_tqdm: show progress on stderr for more than one prompt.
 
@@ -169,27 +193,167 @@ class LLM:
             UserError: a prompt that cannot run, or as many parameters as prompts are not given.
         """
         requests = self._requests(prompts, sampling_params)
-        outputs = []
-        for prompt, params in tqdm(
-            requests, disable=not use_tqdm or len(requests) < 2, desc="prompts"
+        generations = self._add_all(requests)
+        quiet = not use_tqdm or len(requests) < 2
+        with (
+            tqdm(total=len(requests), disable=quiet, desc="prompts") as bar,
+            contextlib.closing(self._run(generations)) as steps,
         ):
-            for output in self.engine.run(prompt, params):
-                last = output
-            outputs.append(last)
-        return outputs
+            for news in steps:
+                bar.update(sum(g.finished for g in news))
+        return [generation.output() for generation in generations]
 
     def stream(
         self,
         prompts: Any,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[RequestOutput]:
-        """Complete every prompt, one after another, yielding after each token; see `generate`."""
-        for prompt, params in self._requests(prompts, sampling_params):
-            yield from self.engine.run(prompt, params)
+        """As `generate`, but yields a request's state whenever it has new tokens.
+
+        The prompts run together, so that their outputs come interleaved. Closing the iterator ends
+        what still runs.
+        """
+        requests = self._requests(prompts, sampling_params)
+        return self._stream(requests)
+
+    def _stream(self, requests: list[tuple[Prompt, SamplingParams]]) -> Iterator[RequestOutput]:
+        generations = self._add_all(requests)
+        with contextlib.closing(self._run(generations)) as steps:
+            for news in steps:
+                for generation in news:
+                    yield generation.output()
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        add_generation_prompt: bool = True,
+        enable_thinking: bool = False,
+    ) -> list[RequestOutput]:
+        """As `generate`, for a conversation or a list of them, by the model's chat template.
+
+        Args:
+            messages: `{"role": …, "content": …}` each; a list of them, or a list of such lists.
+            add_generation_prompt: let the prompt end where the model's answer begins.
+            enable_thinking: as the template understands it.
+
+        Raises:
+            UserError: no tokenizer or chat template, or a message of a wrong form.
+        """
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            raise UserError("a chat needs a tokenizer and there is none: name one with tokenizer=")
+        prompts = tokenizer.chat_prompts(messages, add_generation_prompt, enable_thinking)
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def add_request(
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+    ) -> str:
+        """Queue one prompt, which `step` brings forward.
+
+        Args:
+            prompt: one, in any form that `generate` takes.
+            sampling_params: None: `SamplingParams()`.
+            request_id: unique among those whose end `step` has not told; None: counts from "0".
+
+        Returns:
+            The request's id.
+
+        Raises:
+            UserError: a prompt that cannot run, or an id in use.
+        """
+        if request_id in self._added:
+            raise UserError(f"request_id={request_id!r} is in use until `step` has told its end")
+        generation = self.queue_request(prompt, sampling_params, request_id)
+        self._added[generation.request_id] = generation
+        return generation.request_id
+
+    def queue_request(
+        self, prompt: Any, sampling_params: SamplingParams | None, request_id: str | None
+    ) -> Generation:
+        """As `add_request`, for a caller that watches the outputs itself; `step` will not tell."""
+        if request_id is not None and not isinstance(request_id, str):
+            raise UserError(f"request_id={request_id!r}: must be a text or None")
+        requests = self._requests(prompt, sampling_params)
+        if len(requests) != 1:
+            raise UserError(f"give one prompt, not {len(requests)}")
+        return self.engine.add_request(*requests[0], request_id)
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step of everything that was added.
+
+        Returns:
+            The requests of `add_request` with new tokens, or at their end.
+        """
+        news = self._step(self._added, asker=self)
+        for generation in news:
+            if generation.finished:
+                del self._added[generation.request_id]
+        return [generation.output() for generation in news]
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has anything to do or to tell."""
+        return bool(self._added)
+
+    def abort(self, request_id: str) -> None:
+        """End a request at any stage; the next `step` tells its end ("abort").
+
+        Raises:
+            UserError: there is no such request.
+        """
+        self.engine.abort(request_id)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget everything that is kept for later prompts; running requests go on."""
+        self.engine.reset_prefix_cache()
+
+    def _add_all(self, requests: list[tuple[Prompt, SamplingParams]]) -> list[Generation]:
+        """Add all, or none."""
+        generations: list[Generation] = []
+        try:
+            for prompt, params in requests:
+                generations.append(self.engine.add_request(prompt, params))
+        except UserError:
+            self._abort(generations)
+            raise
+        return generations
+
+    def _run(self, generations: list[Generation]) -> Generator[list[Generation], None, None]:
+        """Step until all are finished, yielding those with news; closing it aborts the others."""
+        running = {g.request_id: g for g in generations}
+        asker = object()
+        try:
+            while running:
+                news = self._step(running, asker)
+                for generation in news:
+                    if generation.finished:
+                        del running[generation.request_id]
+                yield news
+        finally:
+            self._abort(generations)
+
+    def _step(self, generations: dict[str, Generation], asker: object) -> list[Generation]:
+        """Run a step; which of these, by their ids, have news?"""
+        touched: Iterable[Generation] = self.engine.step()
+        if self._stepped_for is not asker:
+            touched = generations.values()  # steps for others may have moved any of them
+        self._stepped_for = asker
+        return [g for g in touched if generations.get(g.request_id) is g and g.has_news]
+
+    def _abort(self, generations: list[Generation]) -> None:
+        for generation in generations:
+            if self._engine is not None and not generation.finished:
+                self._engine.abort(generation.request_id)
 
     def _requests(
         self, prompts: Any, sampling_params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[tuple[Any, SamplingParams]]:
+    ) -> list[tuple[Prompt, SamplingParams]]:
         engine = self.engine
         read = read_prompts(
             prompts, engine.tokenizer, engine.config.vocab_size, engine.max_model_len
@@ -216,6 +380,7 @@ class LLM:
         if self._engine is not None:
             self._engine.close()
         self._engine = None
+        self._added.clear()
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

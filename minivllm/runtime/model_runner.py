@@ -1,18 +1,19 @@
-"""Runs the model for the rows of a step: the only part of the runtime that feeds the graphs.
+"""Runs a step of the schedule on the model: copies, the prefill graph, the decode graph.
 
-Owns the state pools and the inputs of the graphs. Does not own which sequence has which slot and
-blocks, nor sampling.
+Owns the pools, the bound graphs and the graphs' inputs. Does not own the schedule, who has which
+slot and block (`scheduler`), nor sampling.
 
-    runner = ModelRunner(
-        compiled, weights, device, dtype, num_slots=2, num_blocks=9, block_size=256
-    )
-    logits = runner.prefill([Row(token_ids, 0, state_slot=1, blocks=[1, 2])])
+    runner = ModelRunner(compiled, weights, device, dtype, sizes)
+    logits = runner.execute(scheduler.schedule()).sampled
+    logits = runner.prefill([Row(ids, 0, len(ids), slot=1, blocks=[1, 2])])      # by hand
+
+Shapes: N sequences, T tokens of a step, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -21,24 +22,43 @@ from torch import Tensor
 from minivllm.compiler.bind import Executable, bind
 from minivllm.compiler.compile import CompiledModel
 from minivllm.model.miniqwen import MiniQwen
-from minivllm.ops.fla import chunk_metadata
+from minivllm.runtime.decode_runner import DecodeRunner
+from minivllm.runtime.pools import EntryPool, of_kind
+from minivllm.runtime.prefill_runner import Bucket, PrefillRunner, Row
+from minivllm.runtime.step import BlockCopy, Chunk, StateCopy, Step
 
 
 @dataclass(frozen=True)
-class Row:
-    """One sequence's part of a step.
+class PoolSizes:
+    """Entries of the pools; entry 0 of slots and blocks belongs to padding rows.
 
     Attributes:
-        token_ids: the whole sequence up to and including this step's tokens.
-        num_computed_tokens: how many of them earlier steps have run.
-        state_slot: its entry in the slot pools; never 0.
-        blocks: its KV blocks in order, enough for `token_ids`; never 0.
+        num_slots, num_blocks: padding's entry included.
+        num_snapshots: in device memory.
+        num_host_snapshots: in page-locked host memory.
     """
 
-    token_ids: Sequence[int]
-    num_computed_tokens: int
-    state_slot: int
-    blocks: Sequence[int]
+    num_slots: int
+    num_blocks: int
+    num_snapshots: int = 0
+    num_host_snapshots: int = 0
+
+
+@dataclass(frozen=True)
+class StepLogits:
+    """What a step computed.
+
+    Attributes:
+        sampled: `[len(step.sampled), V]`, in that order.
+        greedy: of a step that only decodes: the most probable tokens, `[len(step.sampled)]` int64,
+            -1 where the logits hold NaN or infinity; the next step of these rows begins with them.
+            None: they are not known yet.
+        prompt: for each chunk whose prompt's log-probabilities are wanted, `[tokens, V]`.
+    """
+
+    sampled: Tensor
+    prompt: list[tuple[Chunk, Tensor]]
+    greedy: Tensor | None = None
 
 
 class ModelRunner:
@@ -48,8 +68,12 @@ class ModelRunner:
         compiled: both graphs, finished.
         weights: every weight of the graphs, on `device`.
         device, dtype: what the graphs run on and in.
-        num_slots, num_blocks: entries of the pools; entry 0 of each belongs to padding rows.
+        sizes: entries of the pools.
+        max_num_seqs: rows of the largest decode step; None: as many as there are slots.
+        max_blocks: blocks of the longest sequence; None: as many as there are.
+        vocab_limit: see `DecodeRunner`.
         implementations: op name to the implementation forced on it.
+        checked: see `DecodeRunner`.
     """
 
     def __init__(
@@ -58,25 +82,44 @@ class ModelRunner:
         weights: Mapping[str, Tensor],
         device: torch.device,
         dtype: torch.dtype,
+        sizes: PoolSizes,
         *,
-        num_slots: int,
-        num_blocks: int,
-        block_size: int,
+        max_num_seqs: int | None = None,
+        max_blocks: int | None = None,
+        vocab_limit: int | None = None,
         implementations: Mapping[str, str] | None = None,
+        checked: bool = False,
     ) -> None:
         self.device = device
-        self.block_size = block_size
-        specs = compiled.prefill.states | compiled.decode.states
         assert compiled.prefill.states == compiled.decode.states, "the phases share their state"
-        entries = {"slot": num_slots, "block": num_blocks}
-        self.states = {
-            name: torch.zeros(entries[s.kind], *s.shape, dtype=s.dtype, device=device)
-            for name, s in specs.items()
+        states = compiled.decode.states
+        slot_states = of_kind(states, "slot")
+        self.slots = EntryPool(slot_states, sizes.num_slots, device)
+        self.blocks = EntryPool(of_kind(states, "block"), sizes.num_blocks, device)
+        self.snapshots = EntryPool(slot_states, sizes.num_snapshots, device)
+        self.host_snapshots = EntryPool(
+            slot_states, sizes.num_host_snapshots, torch.device("cpu"), pin=device.type == "cuda"
+        )
+        self._state_pools = {
+            "slot": self.slots,
+            "snapshot": self.snapshots,
+            "host": self.host_snapshots,
         }
+        pools = self.slots.views | self.blocks.views
         self.graphs: dict[str, Executable] = {
-            phase: bind(graph, weights, self.states, device, dtype, implementations)
+            phase: bind(graph, weights, pools, device, dtype, implementations)
             for phase, graph in compiled.graphs.items()
         }
+        self.prefiller = PrefillRunner(self.graphs["prefill"], device)
+        self.decoder = DecodeRunner(
+            self.graphs["decode"],
+            device,
+            max_num_seqs=max_num_seqs or sizes.num_slots - 1,
+            num_slots=sizes.num_slots,
+            max_blocks=max_blocks or sizes.num_blocks - 1,
+            vocab_limit=vocab_limit,
+            checked=checked,
+        )
 
     @property
     def implementations(self) -> dict[str, str]:
@@ -88,55 +131,95 @@ class ModelRunner:
         """A line for each op that runs on a substitute for a missing package."""
         return list(dict.fromkeys(w for g in self.graphs.values() for w in g.warnings))
 
+    def capture(self, prefill_buckets: Sequence[Bucket]) -> int:
+        """Capture these prefills and decode at every batch size, as far as the chosen
+        implementations allow; the GPU only. Returns the number of graphs."""
+        with self.on_device():
+            graphs = 0
+            if self.graphs["prefill"].capturable:
+                self.prefiller.capture(prefill_buckets)
+                graphs += len(prefill_buckets)
+            if self.graphs["decode"].capturable:
+                self.decoder.capture()
+                graphs += len(self.decoder.buckets)
+            return graphs
+
+    def execute(self, step: Step) -> StepLogits:
+        """Run a step: copies, prefill, decode, copies."""
+        with self.on_device():
+            self.copy(step.before)
+            parts: list[Tensor] = []
+            prompt: list[tuple[Chunk, Tensor]] = []
+            if step.prefill:
+                rows = [_row(chunk) for chunk in step.prefill]
+                logits = self.prefill(rows)
+                at = 0
+                for chunk, row in zip(step.prefill, rows, strict=True):
+                    at += row.num_logits
+                    if row.all_logits:
+                        prompt.append((chunk, logits[at - row.num_logits : at - row.copies]))
+                    parts.append(logits[at - row.copies : at])
+            if step.decode:
+                parts.append(
+                    self.decoder.run(
+                        [r.num_computed_tokens for r in step.decode],
+                        [r.state_slot for r in step.decode],
+                        [r.blocks for r in step.decode],
+                    )
+                )
+            self.copy(step.after)
+        greedy = None if step.prefill else self.decoder.greedy[: len(step.decode)]
+        return StepLogits(torch.cat(parts) if len(parts) != 1 else parts[0], prompt, greedy)
+
+    def store_tokens(self, step: Step, token_ids: Tensor) -> None:
+        """Let the rows of `step.sampled` go on with these tokens, `[len(step.sampled)]` int64."""
+        with self.on_device():
+            self.decoder.store_tokens([r.state_slot for r in step.sampled], token_ids)
+
     def prefill(self, rows: Sequence[Row]) -> Tensor:
-        """Run a chunk of each sequence, of any lengths; `[N, vocab]`, each one's last logits."""
-        return self._run("prefill", rows)
+        """Run a part of each sequence, of any lengths; the wanted logits, row after row."""
+        with self.on_device():
+            return self.prefiller.run(rows)
 
     def decode(self, rows: Sequence[Row]) -> Tensor:
-        """Run one token of each sequence; `[N, vocab]`."""
-        assert all(len(r.token_ids) - r.num_computed_tokens == 1 for r in rows), "one token each"
-        return self._run("decode", rows)
+        """Run one token of each sequence; `[N, V]`, valid until the next call."""
+        assert all(r.end - r.start == 1 for r in rows), "one token each"
+        with self.on_device():
+            slots = [r.slot for r in rows]
+            self.decoder.store_tokens(slots, torch.tensor([r.token_ids[r.start] for r in rows]))
+            return self.decoder.run(
+                [r.start for r in rows],
+                slots,
+                [list(r.blocks) for r in rows],
+            )
 
     @torch.inference_mode()
-    def _run(self, phase: str, rows: Sequence[Row]) -> Tensor:
-        graph = self.graphs[phase]
-        inputs = self.inputs(rows)
-        # Triton launches on the current device, which need not be the one that was named
-        named = self.device.type == "cuda" and self.device.index is not None
-        on_device = torch.cuda.device(self.device) if named else nullcontext()
-        with on_device:
-            return graph(**{n: inputs[n].to(self.device, non_blocking=True) for n in graph.inputs})
+    def copy(self, copies: Iterable[StateCopy | BlockCopy]) -> None:
+        """Copy states and blocks between entries, in order."""
+        for copy in copies:
+            if isinstance(copy, BlockCopy):
+                self.blocks.copy_(copy.target, self.blocks, copy.source)
+            else:
+                (from_pool, source), (to_pool, target) = copy.source, copy.target
+                self._state_pools[to_pool].copy_(target, self._state_pools[from_pool], source)
 
-    def inputs(self, rows: Sequence[Row]) -> dict[str, Tensor]:
-        """The inputs of a step on the CPU, in the vocabulary of `compiler.graph.INPUTS`."""
-        lengths = [len(r.token_ids) - r.num_computed_tokens for r in rows]
-        cu_seqlens, chunk_indices = chunk_metadata(lengths)
-        ids: list[int] = []
-        positions: list[int] = []
-        places: list[int] = []
-        for row in rows:
-            start, end = row.num_computed_tokens, len(row.token_ids)
-            ids += row.token_ids[start:end]
-            positions += range(start, end)
-            size = self.block_size
-            places += [row.blocks[p // size] * size + p % size for p in range(start, end)]
-        widest = max(len(r.blocks) for r in rows)
-        return {
-            "input_ids": torch.tensor(ids),
-            "positions": torch.tensor(positions),
-            "state_slots": torch.tensor([r.state_slot for r in rows]),
-            "num_computed_tokens": torch.tensor(
-                [r.num_computed_tokens for r in rows], dtype=torch.int32
-            ),
-            "cu_seqlens": cu_seqlens,
-            "chunk_indices": chunk_indices,
-            "block_table": torch.tensor(
-                [[*r.blocks, *[0] * (widest - len(r.blocks))] for r in rows], dtype=torch.int32
-            ),
-            "seq_lens": torch.tensor([len(r.token_ids) for r in rows], dtype=torch.int32),
-            "slot_mapping": torch.tensor(places),
-            "logits_rows": cu_seqlens[1:].long() - 1,
-        }
+    def on_device(self) -> AbstractContextManager[object]:
+        """Triton launches on the current device, which need not be the one that was named."""
+        named = self.device.type == "cuda" and self.device.index is not None
+        return torch.cuda.device(self.device) if named else nullcontext()
+
+
+def _row(chunk: Chunk) -> Row:
+    request = chunk.request
+    return Row(
+        request.token_ids,
+        chunk.start,
+        chunk.end,
+        request.state_slot,
+        request.blocks,
+        copies=1 + len(request.forks) if chunk.last else 0,
+        all_logits=request.params.prompt_logprobs is not None,
+    )
 
 
 class ReferenceRunner:
@@ -154,13 +237,29 @@ class ReferenceRunner:
         self.warnings: list[str] = []
 
     @torch.inference_mode()
-    def prefill(self, rows: Sequence[Row]) -> Tensor:
-        """`[N, vocab]`: the logits behind each sequence."""
-        logits = []
-        for row in rows:
-            ids = torch.tensor(row.token_ids, device=self.device)
-            positions = torch.arange(len(row.token_ids), device=self.device)
-            logits.append(self.model(ids, positions)[-1])
-        return torch.stack(logits)
+    def execute(self, step: Step) -> StepLogits:
+        """The logits of a step; copies have nothing to copy."""
+        sampled: list[Tensor] = []
+        prompt: list[tuple[Chunk, Tensor]] = []
+        for chunk in step.prefill:
+            row = _row(chunk)
+            if not row.all_logits and not row.copies:
+                continue
+            logits = self.model_logits(row.token_ids[: row.end])
+            if row.all_logits:
+                prompt.append((chunk, logits[row.start :]))
+            sampled += [logits[-1]] * row.copies
+        sampled += [self.model_logits(request.token_ids)[-1] for request in step.decode]
+        vocabulary = self.model.config.vocab_size
+        return StepLogits(
+            torch.stack(sampled) if sampled else torch.empty(0, vocabulary, device=self.device),
+            prompt,
+        )
 
-    decode = prefill
+    def store_tokens(self, step: Step, token_ids: Tensor) -> None:
+        """Nothing to do: every step begins with the whole sequence."""
+
+    def model_logits(self, token_ids: Sequence[int]) -> Tensor:
+        """`[T, V]`: the logits behind every token of a sequence."""
+        ids = torch.tensor(token_ids, device=self.device)
+        return self.model(ids, torch.arange(len(token_ids), device=self.device))

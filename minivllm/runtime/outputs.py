@@ -7,7 +7,22 @@ Owns plain data. Does not own how it is made (the engine).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """What the model thought of one token at one place, before penalties and temperature.
+
+    Attributes:
+        logprob: natural logarithm of its probability; -inf where the model rules it out.
+        rank: 1 for the most probable token; among equals the lowest id comes first.
+        decoded_token: its text alone; None without a tokenizer.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
 
 
 @dataclass(frozen=True)
@@ -18,10 +33,14 @@ class CompletionOutput:
         index: of the completion among those of its request.
         text: all text so far; "" without a tokenizer.
         token_ids: all generated ids so far, a stop id among them.
-        delta: the text that the last token added; "" while characters are incomplete or a stop
-            string may be starting.
-        finish_reason: None while it goes on, then "stop" or "length".
+        delta: the text since the request's last output; "" while characters are incomplete or a
+            stop string may be starting.
+        finish_reason: None while it goes on, then "stop" or "length"; "abort" where the caller
+            ended it, "error" where the model gave no numbers to draw from, or a step broke off.
         stop_reason: the stop id or stop string that ended it, else None.
+        logprobs: one mapping a generated token, from ids to what the model thought of them: the
+            drawn id first, then the most probable ones in order; None where none were asked for.
+        cumulative_logprob: sum of the drawn tokens' logprobs; None with `logprobs`.
     """
 
     index: int
@@ -30,19 +49,23 @@ class CompletionOutput:
     delta: str = ""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    cumulative_logprob: float | None = None
 
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """Times of one request.
+    """Times and setbacks of one request.
 
     Attributes:
         time_to_first_token: seconds from the request's start to its first token.
         generation_time: seconds from its first token to its last so far.
+        num_preemptions: how often it gave way to others and was computed again.
     """
 
     time_to_first_token: float
     generation_time: float
+    num_preemptions: int = 0
 
 
 @dataclass(frozen=True)
@@ -50,10 +73,13 @@ class RequestOutput:
     """The state of a request after a token.
 
     Attributes:
-        request_id: counts from "0" in the order of the prompts of the engine.
+        request_id: the caller's, or else counted from "0" in the order of arrival.
         prompt: the text, or None where ids were given.
-        num_cached_tokens: prompt tokens that were not computed again.
+        outputs: the request's `n` completions, by index.
         finished: this is the request's last output.
+        num_cached_tokens: prompt tokens that were not computed again.
+        prompt_logprobs: one mapping a prompt token, None for the first, which nothing precedes;
+            None where none were asked for.
     """
 
     request_id: str
@@ -62,4 +88,5 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics
-    num_cached_tokens: int = field(default=0)
+    num_cached_tokens: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None

@@ -1,144 +1,216 @@
 """From logits to token ids: greedy, temperature, top_k, top_p and min_p.
 
-Owns the choice of one token a row. Does not own where seeds and positions come from (the engine)
-nor when a request ends (`stop`).
+Owns the choice of one token a row. Does not own where parameters, seeds and positions come from
+(`sampling_batch`), the edits of logits (`penalties`), the numbers that tell of a choice
+(`logprobs`), nor when a request ends (`stop`).
 
-    ids = sample(logits, params, seeds=[7, 8], positions=[12, 40], vocab_limit=248077)
+    batch = SamplingBatch.build(params, seeds, positions, histories, eos_ids, device, vocab_limit)
+    sampled = sample(logits, batch)            # sampled.token_ids, sampled.valid, sampled.logprobs
 
-A row's draw depends on its logits, its parameters, its seed and its position, and on nothing else:
-not on the batch, its order or its size. The uniform number is a hash of (seed, position); every
-sum over the vocabulary is of integers, whose value no order of summation can change.
+Order, as in vLLM: logprobs are of the raw logits; then the mask of `min_tokens`, `logit_bias`, the
+penalties for repetition, frequency and presence (these move greedy rows too); then temperature,
+top_k, top_p (of what top_k left), min_p. vLLM applies min_p before top_k and top_p; here it comes
+last, as in transformers, so top_p counts a mass that min_p has not yet cut.
 
-Shapes: N rows (sequences), V vocabulary entries of the model's head.
+A row's draw depends on its logits, its parameters, its tokens so far, its seed and its position,
+and on nothing else: not on the batch, its order or its size, nor on rows whose logits are broken.
+The uniform number is a hash of (seed, position); every sum over the vocabulary is of integers,
+whose value no order of summation can change. Nothing here waits for the device.
+
+Shapes: N rows (sequences), D of them drawn, V vocabulary entries of the model's head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from minivllm.runtime.sampling_params import SamplingParams
+from minivllm.runtime.exact import leading, units
+from minivllm.runtime.logprobs import TokenLogprobs, token_logprobs
+from minivllm.runtime.sampling_batch import Group, SamplingBatch
 
-# Weights exp(logit - max) <= 1 become integers in units of 2**-44: 2**18 of them fit in int64,
-# and what rounds to zero is, all together, less than 2**-26 of the most probable token.
-_WEIGHT_UNITS = 2.0**44
 _MASK = 2**64 - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
-def sample(
-    logits: Tensor,
-    params: Sequence[SamplingParams],
-    seeds: Sequence[int],
-    positions: Sequence[int],
-    vocab_limit: int,
-) -> Tensor:
-    """One token id a row.
+@dataclass(frozen=True)
+class Sampled:
+    """What was drawn, on the device of the logits.
 
-    Filters apply in the order temperature, top_k, top_p (of what top_k left), min_p; among equal
-    logits the lowest id comes first, in greedy rows too.
+    Attributes:
+        token_ids: [N] int64; 0 where not valid.
+        valid: [N] bool; False for a row whose logits below `vocab_limit` hold NaN or +inf, or, raw
+            or edited, nothing above -inf.
+        logprobs: of the rows `batch.logprob_rows`, in their order; without meaning where not
+            valid. None where no row asked.
+    """
+
+    token_ids: Tensor
+    valid: Tensor
+    logprobs: TokenLogprobs | None
+
+
+@dataclass(frozen=True)
+class OnItsWay:
+    """Drawn tokens whose copy to the host has been started.
+
+    Attributes:
+        logprobs: of the rows that asked for them, on the device still.
+    """
+
+    logprobs: TokenLogprobs | None
+    _host: Tensor
+    _copied: torch.cuda.Event | None
+
+    def wait(self) -> list[int]:
+        """The tokens, -1 where not valid, as soon as the copy has arrived."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        tokens: list[int] = self._host.tolist()
+        return tokens
+
+
+def on_its_way(token_ids: Tensor, logprobs: TokenLogprobs | None = None) -> OnItsWay:
+    """Start the copy of tokens, -1 where not valid, to the host; later work does not delay it."""
+    if token_ids.device.type != "cuda":
+        return OnItsWay(logprobs, token_ids.clone(), None)
+    host = torch.empty(token_ids.shape, dtype=token_ids.dtype, pin_memory=True)
+    host.copy_(token_ids, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+    return OnItsWay(logprobs, host, copied)
+
+
+def sample(logits: Tensor, batch: SamplingBatch) -> Sampled:
+    """One token a row; among equal logits the lowest id comes first, in greedy rows too.
 
     Args:
-        logits: [N, V], any float dtype and device.
-        params: N, one a row.
-        seeds: N; those of greedy rows are not used.
-        positions: N, of the token to be drawn in its sequence; greedy rows' are not used.
-        vocab_limit: ids from here on (a padded head's) are never chosen.
-
-    Returns:
-        [N] int64 on the device of the logits.
-
-    Raises:
-        RuntimeError: a row below `vocab_limit` holds NaN or +inf, or nothing above -inf.
+        logits: [N, V], any float dtype, on the batch's device; left as they are.
+        batch: of the same N rows.
     """
-    assert logits.ndim == 2 and vocab_limit > 0, (logits.shape, vocab_limit)
-    assert len(params) == len(seeds) == len(positions) == logits.shape[0], logits.shape
-    logits = logits[:, :vocab_limit]
-    if logits.shape[0] == 0:
-        return torch.empty(0, dtype=torch.int64, device=logits.device)
-    highest, ids = logits.max(dim=-1)
-    finite = highest.isfinite()
-    if not bool(finite.all()):
-        rows = (~finite).nonzero().flatten().tolist()
-        raise RuntimeError(
-            f"the logits of rows {rows} of {len(params)} hold NaN or +inf, or nothing above -inf: "
-            f"highest values {highest[rows].tolist()}"
+    assert logits.ndim == 2 and len(logits) == batch.size, (logits.shape, batch.size)
+    assert batch.vocab_limit <= logits.shape[1], (logits.shape, batch.vocab_limit)
+    logits = logits[:, : batch.vocab_limit]
+    highest, ids = logits.max(dim=-1) if batch.size else (logits[:, 0], batch.rows)
+    valid = highest.isfinite()
+    edited, edited_highest = logits, highest
+    if batch.edits is not None:
+        edited = batch.edits.apply(logits)
+        edited_highest, edited_ids = edited.max(dim=-1)
+        rows = batch.edits.rows
+        ids.index_copy_(0, rows, edited_ids)
+        # A mask may hide a raw NaN: both must be finite.
+        edited_valid = edited_highest.isfinite() & valid.index_select(0, rows)
+        valid.index_copy_(0, rows, edited_valid)
+    if batch.groups:
+        shares = uniforms(batch.seeds, batch.positions)
+        for group in batch.groups:
+            source = (edited, edited_highest) if group.edited else (logits, highest)
+            scaled = _scaled(*source, valid, batch, group)
+            rows = batch.rows[group.start : group.stop]
+            draw = _draw_plain if group.kind == "plain" else _draw_ranked
+            ids.index_copy_(0, rows, draw(scaled, batch, group, _column(shares, group)))
+    ids.masked_fill_(~valid, 0)
+    logprobs = None
+    if batch.logprob_rows:
+        rows = batch.logprob_index
+        asking = logits if len(rows) == batch.size else logits.index_select(0, rows)
+        logprobs = token_logprobs(
+            asking, ids.index_select(0, rows), batch.num_logprobs, batch.vocab_limit
         )
-    plain: list[int] = []
-    ranked: list[int] = []
-    for row, p in enumerate(params):
-        if not p.greedy:
-            (ranked if _limits_rank(p, logits.shape[1]) else plain).append(row)
-    for rows, draw in ((plain, _draw_plain), (ranked, _draw_ranked)):
-        if rows:
-            chosen = [params[row] for row in rows]
-            uniforms = [uniform(seeds[row], positions[row]) for row in rows]
-            # With the highest logit at 0, a small temperature overflows to -inf at worst.
-            scaled = logits[rows].float() - highest[rows].float().unsqueeze(-1)
-            scaled /= _column(scaled, [p.temperature for p in chosen])
-            ids[rows] = draw(scaled, chosen, _column(scaled, uniforms, torch.float64))
-    return ids
+    return Sampled(ids, valid, logprobs)
 
 
 def uniform(seed: int, position: int) -> float:
     """A number in [0, 1), a multiple of 2**-53, that is a function of its arguments alone.
 
     Two rounds of SplitMix64 (Steele, Lea and Flood 2014): the seed picks the stream, the position
-    the place in it.
+    the place in it. The definition of `uniforms`, in plain Python.
     """
     return (_mix(_mix(seed & _MASK) + position & _MASK) >> 11) * 2.0**-53
 
 
+def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
+    """[D] float64: `uniform` of int64 [D] seeds and positions, bit for bit, on their device."""
+    return _shifted(_mix_tensor(_mix_tensor(seeds) + positions), 11).double() * 2.0**-53
+
+
 def _mix(state: int) -> int:
-    z = (state + 0x9E3779B97F4A7C15) & _MASK
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & _MASK
+    z = (state + _GOLDEN) & _MASK
+    z = (z ^ (z >> 30)) * _MULTIPLIERS[0] & _MASK
+    z = (z ^ (z >> 27)) * _MULTIPLIERS[1] & _MASK
     return z ^ (z >> 31)
 
 
-def _limits_rank(params: SamplingParams, size: int) -> bool:
-    """Whether the row must be sorted: min_p alone needs no order."""
-    return 0 < params.top_k < size or params.top_p < 1.0
+def _mix_tensor(state: Tensor) -> Tensor:
+    """`_mix` in int64, whose sums and products wrap around to the same 64 bits."""
+    z = state + (_GOLDEN - 2**64)
+    z = (z ^ _shifted(z, 30)) * (_MULTIPLIERS[0] - 2**64)
+    z = (z ^ _shifted(z, 27)) * (_MULTIPLIERS[1] - 2**64)
+    return z ^ _shifted(z, 31)
 
 
-def _draw_plain(scaled: Tensor, params: Sequence[SamplingParams], uniforms: Tensor) -> Tensor:
-    """[N] ids from scaled logits [N, V] (highest 0) and uniforms [N, 1], in the order of ids."""
-    weights = scaled.exp()
-    kept = weights >= _column(weights, [p.min_p for p in params])
-    cumulative = _units(weights).mul_(kept).cumsum(-1)
-    return _invert(cumulative, cumulative[:, -1:], uniforms).squeeze(-1)
+def _shifted(z: Tensor, count: int) -> Tensor:
+    """Shifted right with zeros coming in: int64's own shift brings copies of the sign."""
+    return (z >> count) & (2 ** (64 - count) - 1)
 
 
-def _draw_ranked(scaled: Tensor, params: Sequence[SamplingParams], uniforms: Tensor) -> Tensor:
+def _scaled(
+    logits: Tensor, highest: Tensor, valid: Tensor, batch: SamplingBatch, group: Group
+) -> Tensor:
+    """[n, V] float32, new: the group's logits, the highest at 0, by its temperatures."""
+    if group.first is not None:
+        stop = group.first + group.stop - group.start
+        logits, highest = logits[group.first : stop], highest[group.first : stop]
+    else:
+        sources = batch.sources[group.start : group.stop]
+        logits, highest = logits.index_select(0, sources), highest.index_select(0, sources)
+    # With the highest logit at 0, a small temperature overflows to -inf at worst.
+    scaled = logits.float() - highest.float().unsqueeze(-1)
+    scaled /= _column(batch.temperature, group).float()
+    # Broken rows must not lead an index out of its range.
+    broken = ~valid.index_select(0, batch.rows[group.start : group.stop])
+    return scaled.masked_fill_(broken.unsqueeze(-1), 0.0)
+
+
+def _draw_plain(scaled: Tensor, batch: SamplingBatch, group: Group, shares: Tensor) -> Tensor:
+    """[n] ids from scaled logits [n, V] (highest 0) and shares [n, 1], in the order of ids."""
+    weights = scaled.exp_()
+    counted = units(weights)
+    if group.min_p:
+        counted *= weights >= _column(batch.min_p, group).float()
+    cumulative = counted.cumsum(-1)
+    return _invert(cumulative, cumulative[:, -1:], shares).squeeze(-1)
+
+
+def _draw_ranked(scaled: Tensor, batch: SamplingBatch, group: Group, shares: Tensor) -> Tensor:
     """As `_draw_plain`, most probable first: each filter keeps a prefix, and the shortest wins."""
-    size = scaled.shape[1]
-    ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
+    if group.kind == "short":
+        ordered, order = leading(scaled, group.count)  # as the sort's first: they are all it needs
+    else:
+        ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
     weights = ordered.exp()
-    units = _units(weights)
-    cumulative = units.cumsum(-1)
-    top_k = [min(p.top_k, size) if p.top_k > 0 else size for p in params]
-    kept = _column(order, top_k, torch.int64)
-    mass = cumulative.gather(-1, kept - 1).double()
-    mass *= _column(mass, [p.top_p for p in params])
-    before = (cumulative - units).double()
+    counted = units(weights)
+    cumulative = counted.cumsum(-1)
+    kept = _column(batch.top_k, group)
+    mass = cumulative.gather(-1, kept - 1).double() * _column(batch.top_p, group)
+    before = (cumulative - counted).double()
     kept = kept.minimum((before < mass).sum(-1, keepdim=True))
-    above = weights >= _column(weights, [p.min_p for p in params])
+    above = weights >= _column(batch.min_p, group).float()
     kept = kept.minimum(above.sum(-1, keepdim=True))
-    rank = _invert(cumulative, cumulative.gather(-1, kept - 1), uniforms)
+    rank = _invert(cumulative, cumulative.gather(-1, kept - 1), shares)
     return order.gather(-1, rank).squeeze(-1)
 
 
-def _units(weights: Tensor) -> Tensor:
-    return (weights.double() * _WEIGHT_UNITS).round_().long()
-
-
-def _invert(cumulative: Tensor, total: Tensor, uniforms: Tensor) -> Tensor:
-    """[N, 1] first index whose cumulative weight exceeds the share `uniforms` of `total` [N, 1]."""
-    target = (uniforms * total.double()).long().minimum(total - 1)
+def _invert(cumulative: Tensor, total: Tensor, shares: Tensor) -> Tensor:
+    """[n, 1] first index whose cumulative weight exceeds its share of `total` [n, 1]."""
+    target = (shares * total.double()).long().minimum(total - 1)
     return torch.searchsorted(cumulative, target, right=True)
 
 
-def _column(like: Tensor, values: Sequence[float], dtype: torch.dtype | None = None) -> Tensor:
-    """[N, 1] of `values`, on the device of `like` and, unless given, in its dtype."""
-    return torch.tensor(values, dtype=dtype or like.dtype, device=like.device).unsqueeze(-1)
+def _column(values: Tensor, group: Group) -> Tensor:
+    """[n, 1] of the group's part of values [D]."""
+    return values[group.start : group.stop].unsqueeze(-1)

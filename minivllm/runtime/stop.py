@@ -41,6 +41,10 @@ class StopChecker:
     that before the length limit. Among stop strings the one that is complete first wins, and the
     longest of those complete at the same character, however the text is cut into tokens.
 
+    Of the first `params.min_tokens` tokens none ends the request, save at the length limit, and
+    a stop string that is complete within their text does not count; one that a later token
+    completes does.
+
     Args:
         params: of the request.
         eos_token_ids: all ids at which the model ends a text.
@@ -61,6 +65,7 @@ class StopChecker:
         limits = [limit for limit in (params.max_tokens, room) if limit is not None]
         assert limits and min(limits) > 0, limits
         self._limit = min(limits)
+        self._min_tokens = params.min_tokens
         self._count = 0
         self._eos = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
         self._stop_ids = frozenset(params.stop_token_ids or ())
@@ -68,6 +73,7 @@ class StopChecker:
         self._keep_stop = params.include_stop_str_in_output
         self._detokenizer = detokenizer
         self._held = ""
+        self._exempt = 0  # characters of `_held` at which no stop string may end
         self._finished = False
         if self._strings and detokenizer is None:
             raise UserError(
@@ -79,13 +85,16 @@ class StopChecker:
         """Takes the next token of the output."""
         assert not self._finished, "the request has ended"
         self._count += 1
+        early = self._count <= self._min_tokens
         reason: str | None = None
         stop: int | str | None = None
-        if token_id in self._eos or token_id in self._stop_ids:
+        if not early and (token_id in self._eos or token_id in self._stop_ids):
             reason, stop = "stop", None if token_id in self._eos else token_id
         elif self._count >= self._limit:
             reason = "length"
         text = self._held + self._decode(token_id, reason)
+        if early:
+            self._exempt = len(text)
         found = None if reason == "stop" else self._find(text)
         if found is not None:
             start, stop = found
@@ -97,6 +106,7 @@ class StopChecker:
             return StopStep(text, reason, stop)
         cut = len(text) - self._possible_start(text)
         self._held = text[cut:]
+        self._exempt = max(0, self._exempt - cut)
         return StopStep(text[:cut])
 
     def _decode(self, token_id: int, reason: str | None) -> str:
@@ -109,8 +119,9 @@ class StopChecker:
         return text + self._detokenizer.flush() if reason is not None else text
 
     def _find(self, text: str) -> tuple[int, str] | None:
-        """Start and stop string of the first that is complete in `text`."""
-        starts = [(text.find(string), string) for string in self._strings]
+        """Start and stop string of the first that is complete in `text`, past its exempt part."""
+        exempt = self._exempt
+        starts = [(text.find(s, max(0, exempt + 1 - len(s))), s) for s in self._strings]
         found = [(start + len(string), start, string) for start, string in starts if start >= 0]
         if not found:
             return None

@@ -1,10 +1,12 @@
 """The tokenizer of a model folder: text to ids and back.
 
-Owns loading it with the pre-tokenizer it was trained with, and the few facts the runtime needs of
-it. Does not own streaming (`detokenizer`). transformers is imported when a tokenizer is loaded.
+Owns loading it with the pre-tokenizer it was trained with, the few facts the runtime needs of it,
+and conversations in the form that the model was trained on. Does not own streaming (`detokenizer`).
+transformers is imported when a tokenizer is loaded.
 
     tokenizer = load_tokenizer(folder)
     ids = tokenizer.encode("Hello"); text = tokenizer.decode(ids)
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}])
 
 `tokenizer.json` says all about a tokenizer, its pre-tokenizer's regular expression included.
 transformers' AutoTokenizer reads only the vocabulary from it and builds the rest from the class
@@ -18,7 +20,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,13 +38,17 @@ WAYS_OUT = (
 # Whose tokenizer.json, if saved by transformers 4, has a wrong regular expression.
 _MISTRAL_TYPES = ("mistral", "mistral3", "voxtral", "ministral", "pixtral")
 _QWEN35_VOCABULARY = 248_000
+ROLES = ("system", "user", "assistant", "tool")
+# What templates read of a message.
+_MESSAGE_KEYS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name")
+_MESSAGES = '[{"role": "user", "content": "Hello"}]'
 
 
 class Tokenizer:
     """A byte-level tokenizer.
 
     Attributes:
-        hf: transformers' own object, for what is not wrapped here (chat templates).
+        hf: transformers' own object, for what is not wrapped here.
     """
 
     def __init__(self, hf: PreTrainedTokenizerFast) -> None:
@@ -52,8 +58,12 @@ class Tokenizer:
         self._backend.no_truncation()
         self._backend.no_padding()
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of a text; special tokens written in it become their ids.
+
+        Args:
+            add_special_tokens: add those that the tokenizer puts around every text, if it does;
+                not wanted where the text has all its special tokens.
 
         Raises:
             UserError: the text holds half of a surrogate pair, which no encoding has.
@@ -65,7 +75,7 @@ class Tokenizer:
                 f"text {text[:40]!r}: not valid Unicode at character {error.start} "
                 f"({text[error.start]!r})"
             ) from None
-        return list(self._backend.encode(text).ids)
+        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of ids; broken UTF-8 becomes U+FFFD, ids that do not exist become nothing."""
@@ -90,6 +100,73 @@ class Tokenizer:
     def eos_token_ids(self) -> tuple[int, ...]:
         """The ids that the tokenizer's own configuration says end a text; may be empty."""
         return () if self.hf.eos_token_id is None else (int(self.hf.eos_token_id),)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        enable_thinking: bool = False,
+    ) -> str:
+        """A conversation as the text that the model was trained on, by its chat template.
+
+        Args:
+            messages: mappings of `role` (one of `ROLES`) and `content`, a text; `tool_calls` and
+                the like are handed to the template as they are.
+            add_generation_prompt: end with the beginning of the assistant's answer.
+            enable_thinking: for models that can think before they answer.
+
+        Raises:
+            UserError: a message of a wrong form, no chat template, or one that refuses these
+                messages.
+        """
+        _check_messages(messages)
+        if self.hf.chat_template is None:
+            raise UserError(
+                "the tokenizer has no chat template, so the model takes no conversations: choose a "
+                "model or tokenizer that has one (chat_template.jinja), or give plain text as a "
+                "prompt"
+            )
+        try:
+            text = self.hf.apply_chat_template(
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                enable_thinking=enable_thinking,
+            )
+        except Exception as error:  # whatever a template's code may raise
+            reason = f"{type(error).__name__}: {error}"
+            raise UserError(f"the chat template refuses these messages ({reason})") from error
+        return str(text)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        enable_thinking: bool = False,
+    ) -> list[int]:
+        """The ids of a conversation; arguments and errors as of `render_chat`."""
+        text = self.render_chat(messages, add_generation_prompt, enable_thinking)
+        return self.encode(text, add_special_tokens=False)
+
+    def chat_prompts(
+        self, messages: Any, add_generation_prompt: bool = True, enable_thinking: bool = False
+    ) -> list[list[int]]:
+        """The ids of each conversation, of a list of them or of a single one.
+
+        Raises:
+            UserError: as `render_chat`; of a list, with the conversation's index.
+        """
+        if not _is_list(messages) or not messages or not _is_list(messages[0]):
+            return [self.apply_chat_template(messages, add_generation_prompt, enable_thinking)]
+        prompts = []
+        for index, conversation in enumerate(messages):
+            try:
+                prompts.append(
+                    self.apply_chat_template(conversation, add_generation_prompt, enable_thinking)
+                )
+            except UserError as error:
+                raise UserError(f"conversation {index}: {error}") from None
+        return prompts
 
 
 def load_tokenizer(path: Path | str, revision: str | None = None) -> Tokenizer:
@@ -166,6 +243,28 @@ def _check_vocabulary(tokenizer: Tokenizer, folder: Path) -> None:
             "not be what the model was trained with",
             folder,
         )
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
+
+
+def _check_messages(messages: Any) -> None:
+    if not _is_list(messages) or not messages:
+        raise UserError(f"messages={messages!r}: give a list of messages, such as {_MESSAGES}")
+    for index, message in enumerate(messages):
+        where = f"message {index}"
+        if not isinstance(message, Mapping):
+            raise UserError(f"{where}: {message!r} is not a mapping, such as {_MESSAGES[1:-1]}")
+        for key in message:
+            if key not in _MESSAGE_KEYS:
+                raise UserError(f"{where}: {key!r} is not one of: {', '.join(_MESSAGE_KEYS)}")
+        role, content = message.get("role"), message.get("content")
+        if role not in ROLES:
+            raise UserError(f"{where}: role={role!r} is not one of: {', '.join(ROLES)}")
+        calls_alone = content is None and role == "assistant" and message.get("tool_calls")
+        if not isinstance(content, str) and not calls_alone:
+            raise UserError(f"{where}: content={content!r} is not a text")
 
 
 def _state(component: Any) -> str:

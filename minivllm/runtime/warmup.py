@@ -1,63 +1,113 @@
-"""The first run of both graphs, before the first request: it builds the GPU's kernels.
+"""Runs before the first request: they build every kernel, and show what a step takes.
 
-Owns what is run and the counting of builds. Does not own the kernels.
+Owns what is run, the counting of builds and the measuring of memory. Does not own the kernels.
 
-    builds = warm_up(runner, slot=1, blocks=range(1, 9))     # Builds(count=31, seconds=12.4)
+    with counted_builds() as builds:
+        warm_up(runner)
+    builds.count
+
+Pools hold nothing yet when these run, and what they write is never read: a sequence that starts
+reads no state, and no key beyond its own length.
 """
 
 from __future__ import annotations
 
 import itertools
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from minivllm.runtime.model_runner import ModelRunner, Row
+from minivllm.ops.paged_attention import BLOCK_SIZE
+from minivllm.runtime.model_runner import ModelRunner
+from minivllm.runtime.penalties import History, TokenCounts
+from minivllm.runtime.prefill_runner import Row
+from minivllm.runtime.sampler import sample
+from minivllm.runtime.sampling_batch import SamplingBatch
+from minivllm.runtime.sampling_params import MAX_LOGPROBS, SamplingParams
 
-PROMPT = 65  # tokens: a whole chunk and the beginning of another
+SLOT = 1  # that all rows of a prefill share
+# Parts of sequences, from where to where: one token, part of a chunk, exactly one chunk, more;
+# alone and several; with history and without.
+PREFILLS: tuple[tuple[tuple[int, int], ...], ...] = (
+    ((0, 1),),
+    ((0, 16),),
+    ((0, 64),),
+    ((0, 130),),
+    ((64, 65),),
+    ((0, 3), (64, 80), (0, 65)),
+    ((0, 16),) * 16,
+)
 
 
 @dataclass
 class Builds:
-    """Kernels that Triton built, and the time that the runs took with them."""
+    """Kernels that Triton built."""
 
     count: int = 0
-    seconds: float = 0.0
 
 
-def warm_up(runner: ModelRunner, slot: int, blocks: Sequence[int]) -> Builds:
-    """Run a prompt in two chunks and one token through the graphs.
+def warm_up(runner: ModelRunner) -> None:
+    """Run short prefills of every kind, and a decode step of every batch size."""
+    longest = runner.decoder.block_tables.shape[1]
+    for parts in PREFILLS:
+        rows = [_row(start, end, longest) for start, end in parts if end <= longest * BLOCK_SIZE]
+        if rows:
+            runner.prefill(rows)
+    for size in runner.decoder.buckets:
+        runner.decode([_row(0, 1, longest, slot) for slot in range(1, size + 1)])
 
-    Args:
-        slot, blocks: owned by nobody yet; their content is that of no request.
 
-    Returns:
-        The kernels built and the seconds of the runs.
+def run_largest_prefill(runner: ModelRunner, tokens: int, model_len: int) -> None:
+    """A step with as many tokens as one may have, in as few sequences as they fit into."""
+    longest = runner.decoder.block_tables.shape[1]
+    length = min(tokens, model_len)
+    whole, rest = divmod(tokens, length)
+    runner.prefill([_row(0, n, longest) for n in [*[length] * whole, *([rest] if rest else [])]])
+
+
+def run_largest_decode(runner: ModelRunner) -> Tensor:
+    """A step of the largest batch, all in one slot: a runner that is only measured has no more."""
+    return runner.decode([_row(0, 1, 1)] * runner.decoder.buckets[-1])
+
+
+def run_largest_sampling(logits: Tensor) -> None:
+    """Draw a token for each row in the way that takes most memory: penalties, order, logprobs."""
+    params = SamplingParams(top_p=0.9, repetition_penalty=1.1, logprobs=MAX_LOGPROBS)
+    history = History([0], 1, TokenCounts([0], 1))
+    rows, width = logits.shape
+    batch = SamplingBatch.build(
+        [params] * rows, [0] * rows, [0] * rows, [history] * rows, (), logits.device, width
+    )
+    sample(logits, batch)
+
+
+def measured_bytes(run: Callable[[], object], device: torch.device) -> int:
+    """Most device memory that a run needs beyond what is there before it.
+
+    It runs twice: the first time builds kernels and workspaces that stay.
     """
-    builds = Builds()
-    start = time.perf_counter()
-    with _counted(builds):
-        ids = [0] * min(PROMPT + 1, len(blocks) * runner.block_size)
-        cuts = sorted({0, max(len(ids) - 2, 0), len(ids) - 1})
-        for start, end in itertools.pairwise(cuts):
-            runner.prefill([Row(ids[:end], start, slot, blocks)])
-        runner.decode([Row(ids, len(ids) - 1, slot, blocks)])
-        torch.cuda.synchronize(runner.device)
-    builds.seconds = time.perf_counter() - start
-    return builds
+    run()
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    run()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_reserved(device) - before
 
 
 @contextmanager
-def _counted(builds: Builds) -> Iterator[None]:
+def counted_builds() -> Iterator[Builds]:
     """Count what Triton compiles meanwhile; without Triton there is nothing to count."""
+    builds = Builds()
     try:
         from triton import knobs
     except ImportError:
-        yield
+        yield builds
         return
     earlier = knobs.runtime.jit_post_compile_hook
 
@@ -67,6 +117,12 @@ def _counted(builds: Builds) -> Iterator[None]:
 
     knobs.runtime.jit_post_compile_hook = hook
     try:
-        yield
+        yield builds
     finally:
         knobs.runtime.jit_post_compile_hook = earlier
+
+
+def _row(start: int, end: int, blocks: int, slot: int = SLOT) -> Row:
+    """A part of a sequence of zeros in the pools' first entries."""
+    ids = list(itertools.repeat(0, end))
+    return Row(ids, start, end, slot, range(1, min(-(-end // BLOCK_SIZE), blocks) + 1))

@@ -8,6 +8,7 @@ import pytest
 
 from minivllm.errors import UserError
 from minivllm.runtime.inputs import Prompt, read_prompts
+from minivllm.runtime.request import CacheOptions
 
 
 class Letters:
@@ -49,11 +50,43 @@ def test_the_forms() -> None:
         ([[0.5]], r"\[0.5\]: give a text"),
         ([[True]], r"\[True\]: give a text"),
         (7, r"prompts=7: give a text"),
+        ({"prompt": "ab", "prefix_cache": 1}, r"prefix_cache=1: must be True or False"),
+        ({"prompt": "ab", "prefix_cache": None}, r"prefix_cache=None: must be True or False"),
+        ([[0], {"prompt": "ab", "cache_salt": 3}], r"prompt 1: cache_salt=3: must be a text or N"),
+        ({"prompt": "ab", "snapshot_at": 64}, r"snapshot_at=64: must be a list of token counts"),
+        ({"prompt": "ab", "snapshot_at": "64"}, r"snapshot_at='64': must be a list"),
+        ({"prompt": "ab", "snapshot_at": [64, 0]}, r"snapshot_at=\[64, 0\]: .* each above 0"),
+        ({"prompt": "ab", "snapshot_at": [True]}, r"snapshot_at=\[True\]: must be a list"),
+        ({"prompt": "ab", "snapshot_at": None}, r"snapshot_at=None: must be a list"),
+        (
+            {"prompt": "ab", "salt": "x"},
+            r"keys \['prompt', 'salt'\]: give .* prefix_cache, cache_salt, snapshot_at$",
+        ),
+        ({"cache_salt": "x"}, r"keys \['cache_salt'\]: give a text"),
+        ({"prompt": "ab", "prompt_token_ids": [1]}, r"keys \['prompt', 'prompt_token_ids'\]"),
     ],
 )
 def test_what_cannot_run(prompts: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         read(prompts)
+
+
+def test_what_a_mapping_says_of_the_cache() -> None:
+    assert read({"prompt": "ab"})[0].cache == CacheOptions()
+    every = {"prefix_cache": False, "cache_salt": "", "snapshot_at": [1, 64, 1000]}
+    (prompt,) = read({"prompt_token_ids": [0, 1], **every})
+    assert prompt == Prompt([0, 1], cache=CacheOptions(False, "", (1, 64, 1000)))
+    first, second = read(
+        [{"prompt": "ab", "cache_salt": "x"}, {"prompt": "ab", "cache_salt": None}]
+    )
+    assert (first.cache.salt, second.cache.salt) == ("x", None) and first.text == "ab"
+
+
+def test_a_prompts_ids_are_its_own() -> None:
+    given = [0, 1]
+    (prompt,) = read({"prompt_token_ids": given})
+    given.append(2)
+    assert prompt.token_ids == [0, 1]
 
 
 def test_text_without_a_tokenizer() -> None:

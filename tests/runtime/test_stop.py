@@ -129,9 +129,33 @@ def test_nothing_is_held_without_stop_strings() -> None:
     assert [step.text for step in run(words)] == words
 
 
-def first_complete(text: str, strings: Sequence[str]) -> tuple[int, str] | None:
-    """By the book: character by character, the longest stop string that ends here."""
-    for end in range(1, len(text) + 1):
+def test_min_tokens() -> None:
+    steps = run(["a", "b"], [0, 90, 1, 91, 0], min_tokens=2)
+    assert [step.finish_reason for step in steps] == [None, None, None, "stop"]
+    steps = run(["a", "b"], [1, 1, 1], min_tokens=2, stop_token_ids=[1])
+    assert [step.stop_reason for step in steps] == [None, None, 1]
+    # The length limit counts all the same, the model's own too.
+    assert run(["a"], [0, 90, 90], min_tokens=2, max_tokens=2)[-1] == StopStep("", "length")
+    assert run(["a"], [0, 0, 0], min_tokens=9, room=2)[-1] == StopStep("a", "length")
+
+
+def test_min_tokens_and_stop_strings() -> None:
+    assert text_of(run(["STOP", "a", "b", "STOP", "c"], min_tokens=1, stop="STOP")) == "STOPab"
+    # Begun early, complete in time: it stops.
+    assert run(["x", "ST", "OP", "y"], min_tokens=2, stop="STOP")[-1] == StopStep(
+        "", "stop", "STOP"
+    )
+    assert text_of(run(["x", "ST", "OP", "y"], min_tokens=3, stop="STOP")) == "xSTOPy"
+    # "ab" is complete too early and still held back for "abcd": a later token must not find it.
+    steps = run(["abc", "", "", "x", "ab"], min_tokens=1, stop=["abcd", "ab"])
+    assert [step.text for step in steps] == ["", "", "", "abcx", ""]
+    assert run(["abc", "", "d"], min_tokens=1, stop=["abcd", "ab"])[-1].stop_reason == "abcd"
+
+
+def first_complete(text: str, strings: Sequence[str], early: int) -> tuple[int, str] | None:
+    """By the book: character by character past the early ones, the longest stop string that ends
+    here."""
+    for end in range(early + 1, len(text) + 1):
         for string in sorted(strings, key=len, reverse=True):
             if text[:end].endswith(string):
                 return end - len(string), string
@@ -147,8 +171,15 @@ def test_any_cutting_into_tokens_gives_the_same_text() -> None:
         keep = rng.random() < 0.5
         cuts = sorted(rng.sample(range(1, len(text)), rng.randrange(len(text))))
         words = [text[i:j] for i, j in itertools.pairwise([0, *cuts, len(text)])]
-        steps = run(words, stop=strings, include_stop_str_in_output=keep, max_tokens=len(words))
-        found = first_complete(text, strings)
+        min_tokens = rng.choice([0, 0, rng.randrange(len(words) + 1)])
+        steps = run(
+            words,
+            stop=strings,
+            include_stop_str_in_output=keep,
+            max_tokens=len(words),
+            min_tokens=min_tokens,
+        )
+        found = first_complete(text, strings, len("".join(words[:min_tokens])))
         if found is None:
             assert (text_of(steps), steps[-1].finish_reason) == (text, "length")
         else:

@@ -271,3 +271,90 @@ def test_light_imports() -> None:
     ).stdout.split()
     assert "minivllm.runtime.tokenizer" in loaded
     assert "transformers" not in loaded
+
+
+# As ChatML has it; a template of its own kind for what a system message may not be.
+CHATML = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('the system message comes first') }}{% endif %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking %}<think>\n{% endif %}{% endif %}"
+)
+HELLO = [{"role": "user", "content": "hi"}]
+
+
+def with_template(folder: Path, target: Path, template: object = CHATML) -> Tokenizer:
+    return load_tokenizer(copy_with(folder, target, tokenizer_config={"chat_template": template}))
+
+
+def test_a_conversation_in_the_models_own_tokens(qwen_folder: Path, tmp_path: Path) -> None:
+    tokenizer = with_template(qwen_folder, tmp_path / "chat")
+    user = [248045, 846, 198, 5834, 248046, 198]  # as in GOLDEN
+    assert tokenizer.apply_chat_template(HELLO, add_generation_prompt=False) == user
+    answer = tokenizer.apply_chat_template(HELLO)
+    assert answer[:6] == user and answer[6] == 248045
+    assert tokenizer.apply_chat_template(HELLO, enable_thinking=True) == [*answer, 248068, 198]
+    text = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.render_chat(tuple(HELLO)) == text
+    assert tokenizer.chat_prompts(HELLO) == [answer]
+    assert tokenizer.chat_prompts([HELLO, HELLO], False) == [user, user]
+
+
+def test_nothing_is_put_around_a_conversation(small_folder: Path, tmp_path: Path) -> None:
+    from tokenizers import Tokenizer as Backend
+    from tokenizers.processors import TemplateProcessing
+
+    folder = copy_with(small_folder, tmp_path / "bos")
+    backend = Backend.from_file(str(folder / "tokenizer.json"))
+    backend.post_processor = TemplateProcessing("<|endoftext|> $A", "$A $B", [("<|endoftext|>", 0)])
+    backend.save(str(folder / "tokenizer.json"))
+    tokenizer = with_template(folder, tmp_path / "chat", "<|endoftext|>{{ messages[0].content }}")
+    assert tokenizer.encode("hi")[0] == 0
+    ids = tokenizer.apply_chat_template(HELLO)
+    assert ids.count(0) == 1 and tokenizer.decode(ids) == "hi"
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ("hi", r"^messages='hi': give a list of messages, such as \[\{\"role\": \"user\""),
+        ([], r"^messages=\[\]: give a list of messages"),
+        (None, r"^messages=None: give a list of messages"),
+        (["hi"], r"^message 0: 'hi' is not a mapping, such as \{\"role\": "),
+        ([*HELLO, {"role": "usr", "content": "a"}], r"^message 1: role='usr' is not one of: syst"),
+        ([{"content": "a"}], r"^message 0: role=None is not one of: system, user, assistant, tool"),
+        ([{"role": "user", "content": 3}], r"^message 0: content=3 is not a text"),
+        ([{"role": "user", "content": None}], r"^message 0: content=None is not a text"),
+        ([{"role": "user", "contents": "a"}], r"^message 0: 'contents' is not one of: role, cont"),
+        ([*HELLO, {"role": "system", "content": "a"}], r"refuses.*the system message comes first"),
+        ([HELLO, []], r"^conversation 1: messages=\[\]: give a list"),
+        ([HELLO, "hi"], r"^conversation 1: messages='hi': give a list"),
+        ([{"role": "user", "content": "\udcff"}], r"not valid Unicode"),
+    ],
+)
+def test_messages_of_a_wrong_form(
+    small_folder: Path, tmp_path: Path, messages: object, message: str
+) -> None:
+    tokenizer = with_template(small_folder, tmp_path / "chat")
+    with pytest.raises(UserError, match=message):
+        tokenizer.chat_prompts(messages)
+
+
+def test_an_answer_may_be_calls_alone(small_folder: Path, tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m.content or m.tool_calls }}{% endfor %}"
+    tokenizer = with_template(small_folder, tmp_path / "chat", template)
+    calls = {"role": "assistant", "content": None, "tool_calls": ["f"]}
+    assert tokenizer.render_chat([*HELLO, calls]) == "hi['f']"
+
+
+def test_no_chat_template(small: Tokenizer) -> None:
+    with pytest.raises(UserError, match=r"has no chat template.*choose a model or tokenizer that"):
+        small.apply_chat_template(HELLO)
+
+
+def test_a_broken_template(small_folder: Path, tmp_path: Path) -> None:
+    for number, template in enumerate(("{% if %}", "{{ messages.nothing.more }}", "{{ 1 / 0 }}")):
+        tokenizer = with_template(small_folder, tmp_path / str(number), template)
+        with pytest.raises(UserError, match=r"the chat template refuses these messages \(\w+: "):
+            tokenizer.apply_chat_template(HELLO)

@@ -1,0 +1,58 @@
+"""CUDA Graphs of one runner: captured before the first request, replayed after.
+
+Owns capture and replay; the only file that knows CUDA Graphs. Does not own static inputs
+(`decode_runner`, `prefill_runner`).
+
+    captures = Captures(device)
+    captures.capture(256, lambda: step(256))         # the largest first
+    logits = captures.replay(256)
+
+All graphs of a `Captures` share one memory pool: the largest is captured first, so that smaller
+ones fit into what it took. An output is therefore valid until the next replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+import torch
+from torch import Tensor
+
+
+class Captures:
+    """Graphs by key.
+
+    Args:
+        device: a GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+        self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._graphs
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def capture(self, key: Hashable, run: Callable[[], Tensor]) -> None:
+        """Capture `run`, which reads static tensors only; its result is the graph's output."""
+        assert key not in self, f"{key} is captured already"
+        current = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            run()  # builds kernels and workspaces, which a capture must not
+        current.wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            output = run()
+        self._graphs[key] = graph, output
+
+    def replay(self, key: Hashable) -> Tensor:
+        """Run a captured graph; its output is overwritten by the next replay of any."""
+        graph, output = self._graphs[key]
+        graph.replay()
+        return output

@@ -1,0 +1,186 @@
+"""The decode graph over static buffers, in buckets of rows: captured into CUDA Graphs on a GPU.
+
+Owns buckets, padding, the static inputs and their arithmetic on the device. Does not own the graph
+(`compiler/bind`), CUDA Graphs (`captures`) nor who decodes.
+
+    decoder = DecodeRunner(executable, device, max_num_seqs=256, num_slots=257, max_blocks=32)
+    decoder.capture()
+    decoder.store_tokens([3], torch.tensor([5]))
+    logits = decoder.run(positions=[12], slots=[3], blocks=[[7]])
+
+A step runs in the smallest bucket that holds its rows. Padding rows are token 0 at position 0 of
+slot 0 with length 0: they read and write only what belongs to nobody. What a row needs is found by
+its slot, never by its place in the batch: its newest token and its block table lie on the device.
+So a step can be launched before the host has seen the tokens of the one before it, and sends only
+blocks that are new. A CPU runs the same code without a capture.
+
+Shapes: N rows of a bucket, S slots, B blocks of the longest sequence, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from minivllm.compiler.bind import Executable
+from minivllm.ops.paged_attention import BLOCK_SIZE
+from minivllm.runtime.captures import Captures
+
+ROWS = ("positions", "state_slots")  # of the buffer that a step's one copy fills
+
+
+def bucket_sizes(max_num_seqs: int) -> list[int]:
+    """The batch sizes that are run: 1, 2, 4, then steps of 8, 16 and 32 up to the largest batch."""
+    steps = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_num_seqs + 32, 32)]
+    return [*(n for n in steps if n < max_num_seqs), max_num_seqs]
+
+
+class DecodeRunner:
+    """Runs one token of each of up to `max_num_seqs` sequences.
+
+    Args:
+        decode: the bound decode graph.
+        device: what it is bound to.
+        max_num_seqs: rows of the largest bucket.
+        num_slots: S, slot 0 (of padding rows) included.
+        max_blocks: B.
+        vocab_limit: ids from here on (a padded head's) are never chosen; None: there are none.
+        checked: assert before every run that the inputs are legal and that no static buffer has
+            moved; costs host time, meant for tests.
+
+    Attributes:
+        buckets: batch sizes, ascending.
+        block_tables: `[S, B]` int32, blocks of the sequence in each slot; row 0 is zeros.
+        tokens: `[S]` int64, the newest token of the sequence in each slot.
+        greedy: each row's most probable token of the last run, -1 where its logits hold NaN or
+            infinity; the first `len(slots)` rows. Its slot's newest token already: rows that are
+            sampled in another way store theirs over it.
+    """
+
+    def __init__(
+        self,
+        decode: Executable,
+        device: torch.device,
+        *,
+        max_num_seqs: int,
+        num_slots: int,
+        max_blocks: int,
+        vocab_limit: int | None = None,
+        checked: bool = False,
+    ) -> None:
+        self.decode = decode
+        self.device = device
+        self.buckets = bucket_sizes(max_num_seqs)
+        # rows of a multiple of 16 elements: every bucket's slices are equally aligned, so that
+        # kernels are built once
+        width = -(-max_num_seqs // 16) * 16
+        self.rows = torch.zeros(len(ROWS), width, dtype=torch.int64, device=device)
+        self.block_tables = torch.zeros(num_slots, max_blocks, dtype=torch.int32, device=device)
+        self.tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self.greedy = torch.zeros(width, dtype=torch.int64, device=device)
+        self._vocab_limit = vocab_limit
+        self._written: list[list[int]] = [[] for _ in range(num_slots)]
+        self.captures: Captures | None = None
+        self._checked = checked
+        self._addresses = self._static_addresses()
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Capture every bucket; the GPU only."""
+        self.captures = Captures(self.device)
+        for size in reversed(self.buckets):
+            self.captures.capture(size, functools.partial(self._step, size))
+
+    @torch.inference_mode()
+    def store_tokens(self, slots: Sequence[int], token_ids: Tensor) -> None:
+        """Let the sequences in these slots go on with these tokens, `[len(slots)]` int64."""
+        index = self._staged(torch.tensor(slots)).to(self.device, non_blocking=True)
+        self.tokens.index_copy_(0, index, token_ids.to(self.device, non_blocking=True))
+
+    @torch.inference_mode()
+    def run(
+        self,
+        positions: Sequence[int],
+        slots: Sequence[int],
+        blocks: Sequence[Sequence[int]],
+    ) -> Tensor:
+        """Run the newest token of each row's slot.
+
+        Args:
+            positions: of those tokens.
+            slots: of each row, all different, none of them 0.
+            blocks: of each row, enough for its position.
+
+        Returns:
+            Logits `[len(slots), V]`; valid until the next run.
+        """
+        count = len(slots)
+        size = next(n for n in self.buckets if n >= count)
+        if self._checked:
+            self._check(positions, slots, blocks)
+        self._send_blocks(slots, blocks)
+        padding = [0] * (self.rows.shape[1] - count)
+        host = torch.tensor([[*row, *padding] for row in (positions, slots)])
+        self.rows.copy_(self._staged(host), non_blocking=True)
+        if self.captures is None:
+            return self._step(size)[:count]
+        return self.captures.replay(size)[:count]
+
+    def _step(self, size: int) -> Tensor:
+        """What is captured: from the static rows to logits, `[size, V]`, and greedy tokens."""
+        rows = {name: row[:size] for name, row in zip(ROWS, self.rows, strict=True)}
+        positions, slots = rows["positions"], rows["state_slots"]
+        block_table = self.block_tables.index_select(0, slots)
+        block = block_table.gather(1, (positions // BLOCK_SIZE)[:, None])[:, 0]
+        logits = self.decode(
+            input_ids=self.tokens.index_select(0, slots),
+            **rows,
+            block_table=block_table,
+            seq_lens=torch.where(slots > 0, positions + 1, 0).int(),
+            slot_mapping=block * BLOCK_SIZE + positions % BLOCK_SIZE,
+        )
+        highest, ids = logits[:, : self._vocab_limit].max(dim=-1)  # among equals the lowest id
+        ids = torch.where(highest.isfinite(), ids, -1)
+        self.greedy[:size].copy_(ids)
+        self.tokens.index_copy_(0, slots, torch.where(slots > 0, ids, 0).clamp_(min=0))
+        return logits
+
+    def _send_blocks(self, slots: Sequence[int], blocks: Sequence[Sequence[int]]) -> None:
+        """Bring the block tables up to date; usually nothing, or a block for a few rows."""
+        changes: list[tuple[int, int, int]] = []
+        for slot, row in zip(slots, blocks, strict=True):
+            written = self._written[slot]
+            if written == row:
+                continue
+            kept = len(written) if row[: len(written)] == written else 0
+            changes += [(slot, column, row[column]) for column in range(kept, len(row))]
+            self._written[slot] = list(row)
+        if changes:
+            packed = self._staged(torch.tensor(changes).T.contiguous())
+            row_index, column_index, values = packed.to(self.device, non_blocking=True)
+            self.block_tables.index_put_((row_index, column_index), values.int())
+
+    def _staged(self, host: Tensor) -> Tensor:
+        return host.pin_memory() if self.device.type == "cuda" else host
+
+    def _static_addresses(self) -> tuple[int, ...]:
+        static = (self.rows, self.block_tables, self.tokens, self.greedy)
+        return tuple(x.data_ptr() for x in static)
+
+    def _check(
+        self,
+        positions: Sequence[int],
+        slots: Sequence[int],
+        blocks: Sequence[Sequence[int]],
+    ) -> None:
+        assert self._static_addresses() == self._addresses, "a static buffer has moved"
+        assert len(positions) == len(slots) == len(blocks), "rows of other steps"
+        assert len(set(slots)) == len(slots), f"a slot runs twice: {slots}"
+        assert all(0 < s < len(self._written) for s in slots), slots
+        assert min(positions) >= 0, positions
+        for position, row in zip(positions, blocks, strict=True):
+            assert position < len(row) * BLOCK_SIZE and 0 not in row, (position, row)
+            assert len(row) <= self.block_tables.shape[1], len(row)
