@@ -22,7 +22,7 @@ from minivllm.compiler.compile import CompiledModel, compile_model
 from minivllm.compiler.pipeline import PIPELINE
 from minivllm.compiler.recipe import allocate
 from minivllm.compiler.trace import meta_model
-from minivllm.config import EngineConfig
+from minivllm.config import EngineConfig, RuntimeOptions
 from minivllm.errors import UserError
 from minivllm.model.config import MiniQwenConfig
 from minivllm.model.miniqwen import MiniQwen, constants
@@ -53,6 +53,7 @@ from minivllm.runtime.warmup import (
 
 logger = logging.getLogger(__name__)
 
+CONTEXT_PER_TOKEN = 8  # tokens of history that a step's prompts may have for each new one
 GRAPH_BYTES = 8 * 2**20  # of one captured bucket beside its share of activations: an allowance
 
 
@@ -192,7 +193,7 @@ class _Builder:
             start = time.perf_counter()
             with counted_builds() as builds:
                 largest = self._measure(self.compiled)
-            activations = max(largest.values())
+            activations = max(largest.values()) + self._gathered_bytes(self.compiled)
             seconds[f"first run, {builds.count} kernels built"] = time.perf_counter() - start
             graphs = self._graph_bytes(largest)
         states = self.compiled.decode.states
@@ -276,16 +277,28 @@ class _Builder:
             )
         return runner
 
+    def _gathered_bytes(self, compiled: CompiledModel) -> int:
+        """Keys and values of a prefill's sequences, which one layer after another copies."""
+        blocks = of_kind(compiled.decode.states, "block")
+        largest = max((spec.bytes_per_entry for spec in blocks.values()), default=0)
+        runtime = self.options.runtime
+        model_len = runtime.max_model_len or self.config.max_position_embeddings
+        tokens = max_context_tokens(runtime, model_len)
+        return 2 * largest * -(-tokens // BLOCK_SIZE)
+
     def _prefill_buckets(self) -> list[Bucket]:
         runtime = self.options.runtime
         return prefill_buckets(runtime.max_num_batched_tokens, runtime.max_num_seqs)
 
     def _graph_bytes(self, largest: dict[str, int]) -> int:
-        """An estimate: each phase's graphs share what its largest one takes."""
+        """An estimate: a phase's graphs share what its largest one takes, save their outputs."""
         if not self._captures:
             return 0
-        graphs = len(bucket_sizes(self.options.runtime.max_num_seqs)) + len(self._prefill_buckets())
-        return largest["decode"] + largest["captured prefill"] + graphs * GRAPH_BYTES
+        decode = bucket_sizes(self.options.runtime.max_num_seqs)
+        prefill = [bucket.rows for bucket in self._prefill_buckets()]
+        outputs = (sum(decode) + sum(prefill)) * self.config.vocab_size * self.dtype.itemsize
+        graphs = (len(decode) + len(prefill)) * GRAPH_BYTES
+        return largest["decode"] + largest["captured prefill"] + outputs + graphs
 
     def _measure(self, compiled: CompiledModel) -> dict[str, int]:
         """Bytes that the largest step of each kind takes.
@@ -311,6 +324,12 @@ class _Builder:
             "sampling": lambda: run_largest_sampling(run_largest_decode(probe)),
         }
         return {name: measured_bytes(run, self.device) for name, run in runs.items()}
+
+
+def max_context_tokens(options: RuntimeOptions, max_model_len: int) -> int:
+    """Most tokens, history included, of the sequences that share a prefill: their keys and values
+    are copied side by side."""
+    return max(max_model_len, CONTEXT_PER_TOKEN * options.max_num_batched_tokens)
 
 
 def _free_bytes(device: torch.device) -> int | None:

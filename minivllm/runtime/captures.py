@@ -7,8 +7,9 @@ Owns capture and replay; the only file that knows CUDA Graphs. Does not own stat
     captures.capture(256, lambda: step(256))         # the largest first
     logits = captures.replay(256)
 
-All graphs of a `Captures` share one memory pool: the largest is captured first, so that smaller
-ones fit into what it took. An output is therefore valid until the next replay.
+All graphs of a `Captures` share one memory pool: the largest is captured first, so that what
+smaller ones need besides their outputs fits into what it took. Each graph keeps its output, which
+its next replay overwrites.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Captures:
         self._graphs[key] = graph, output
 
     def replay(self, key: Hashable) -> Tensor:
-        """Run a captured graph; its output is overwritten by the next replay of any."""
+        """Run a captured graph; its next replay overwrites the output."""
         graph, output = self._graphs[key]
         graph.replay()
         return output

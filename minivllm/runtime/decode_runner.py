@@ -151,17 +151,20 @@ class DecodeRunner:
     def _send_blocks(self, slots: Sequence[int], blocks: Sequence[Sequence[int]]) -> None:
         """Bring the block tables up to date; usually nothing, or a block for a few rows."""
         changes: list[tuple[int, int, int]] = []
+        rows: dict[int, list[int]] = {}
         for slot, row in zip(slots, blocks, strict=True):
             written = self._written[slot]
             if written == row:
                 continue
             kept = len(written) if row[: len(written)] == written else 0
             changes += [(slot, column, row[column]) for column in range(kept, len(row))]
-            self._written[slot] = list(row)
+            rows[slot] = list(row)
         if changes:
             packed = self._staged(torch.tensor(changes).T.contiguous())
             row_index, column_index, values = packed.to(self.device, non_blocking=True)
             self.block_tables.index_put_((row_index, column_index), values.int())
+        for slot, row in rows.items():  # now that the device has them
+            self._written[slot] = row
 
     def _staged(self, host: Tensor) -> Tensor:
         return host.pin_memory() if self.device.type == "cuda" else host

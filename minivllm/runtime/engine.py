@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +28,7 @@ from minivllm.config import EngineConfig
 from minivllm.errors import UserError
 from minivllm.ops.paged_attention import BLOCK_SIZE
 from minivllm.runtime.block_manager import BlockManager
-from minivllm.runtime.build import build
+from minivllm.runtime.build import build, max_context_tokens
 from minivllm.runtime.detokenizer import IncrementalDetokenizer
 from minivllm.runtime.generation import Completion, Generation
 from minivllm.runtime.inputs import Prompt
@@ -60,12 +60,35 @@ class _Launched:
     Attributes:
         completions: whose token is drawn, each with the request that it belongs to.
         sampled: the tokens; None if the step draws none.
-        prompts: the logits of prompts whose log-probabilities are wanted, `[tokens, V]` each.
+        prompts: the log-probabilities of parts of prompts, where they are wanted.
     """
 
     completions: list[tuple[Generation, Completion]]
     sampled: OnItsWay | None
-    prompts: list[tuple[Generation, Completion, Chunk, Tensor]]
+    prompts: list[_PromptPart]
+
+
+@dataclass(frozen=True)
+class _PromptPart:
+    """Log-probabilities of a prompt's tokens from `start` on; on the device still.
+
+    They are made right behind the step whose logits they are of: the next step may overwrite those.
+    """
+
+    generation: Generation
+    completion: Completion
+    start: int
+    token_ids: list[int]
+    found: TokenLogprobs
+
+    def take(self, decode: Callable[[int], str | None]) -> None:
+        """Append what the prompt has no entry for yet: a sequence that lost its place runs its
+        prompt again, in other parts."""
+        entries = self.generation.prompt_logprobs
+        assert entries is not None and len(entries) >= self.start, "a part is missing"
+        count = self.completion.request.params.prompt_logprobs or 0
+        made = self.found.dicts(self.token_ids, [count] * len(self.token_ids), decode)
+        entries += made[len(entries) - self.start :]
 
 
 def takes_the_best(params: SamplingParams) -> bool:
@@ -99,7 +122,11 @@ class Engine:
     def __init__(self, options: EngineConfig) -> None:
         self.options = options
         self._threads_before = torch.get_num_threads()
-        built = build(options)
+        try:
+            built = build(options)
+        except BaseException:
+            self.close()
+            raise
         self.config, self.device, self.dtype = built.config, built.device, built.dtype
         self.tokenizer = built.tokenizer
         self.compiled: CompiledModel | None = built.compiled
@@ -121,15 +148,16 @@ class Engine:
                 snapshot_interval=cache.snapshot_interval,
                 prefix_caching=cache.enabled and self.compiled is not None,
                 max_logits_rows=LOGITS_ROWS,
+                max_context_tokens=max_context_tokens(options.runtime, self.max_model_len),
             ),
             BlockManager(sizes.num_blocks, BLOCK_SIZE),
             StateSlots(sizes.num_slots),
             SnapshotPool(sizes.num_snapshots, sizes.num_host_snapshots),
         )
-        self.metrics = EngineMetrics(self.scheduler)
+        self.metrics = EngineMetrics(self.scheduler, built.needs.slot)
         self._generations: dict[str, Generation] = {}
         self._completions: dict[Request, tuple[Generation, Completion]] = {}
-        self._aborted: list[Generation] = []
+        self._news: dict[Generation, None] = {}  # what step has yet to tell, in order
         self._launched: deque[_Launched] = deque()
         asynchronous = options.runtime.async_scheduling
         if asynchronous is None:
@@ -137,6 +165,7 @@ class Engine:
         self._one_ahead = asynchronous and self.compiled is not None
         self._need_history = 0  # completions whose sampling reads their own tokens
         self._number = 0
+        self._seeds = 0  # given to requests that brought none
 
     def close(self) -> None:
         """Give back what the engine changed in the process: torch's number of threads."""
@@ -145,7 +174,7 @@ class Engine:
     @property
     def has_unfinished(self) -> bool:
         """Whether a step would bring anything."""
-        return bool(self._generations or self._aborted or self._launched)
+        return bool(self._generations or self._news or self._launched)
 
     def add_request(
         self, prompt: Prompt, params: SamplingParams, request_id: str | None = None
@@ -174,7 +203,8 @@ class Engine:
         self._number = number + 1
         first_seed = params.seed
         if first_seed is None:
-            first_seed = self.options.runtime.seed * SEED_STEP + number
+            first_seed = self.options.runtime.seed * SEED_STEP + self._seeds
+            self._seeds += params.n
         completions = [
             self._completion(f"{request_id}.{i}", prompt, params, (first_seed + i) % 2**64, i)
             for i in range(params.n)
@@ -196,7 +226,7 @@ class Engine:
         Raises:
             UserError: there is no such request, or it has ended.
         """
-        generation = self._generations.pop(request_id, None)
+        generation = self._generations.get(request_id)
         if generation is None:
             running = ", ".join(map(repr, self._generations)) or "none"
             raise UserError(f"request_id={request_id!r}: no such request; there are: {running}")
@@ -206,7 +236,7 @@ class Engine:
                 completion.end("abort")
                 self._leave(completion)
         self.metrics.aborted += 1
-        self._aborted.append(generation)
+        self._news[generation] = None
 
     def step(self) -> list[Generation]:
         """Launch one step, and take the tokens of the one before it (or its own).
@@ -217,18 +247,15 @@ class Engine:
         Returns:
             The requests that got a token or came to their end, in the order of the step.
         """
-        touched = dict.fromkeys(self._aborted)
         if self._need_history:
-            touched |= self._take(keep=0)
+            self._take(keep=0)
         launched = self._launch()
-        touched |= self._take(keep=1 if launched and self._one_ahead else 0)
-        self._aborted = []
-        for generation in touched:
-            if generation.finished:
-                self._generations.pop(generation.request_id, None)
-        if not self.has_unfinished and self.options.runtime.check_integrity:
+        self._take(keep=1 if launched and self._one_ahead else 0)
+        idle = not self._generations and not self._launched
+        if idle and self.options.runtime.check_integrity:
             self.scheduler.check_integrity()
-        return list(touched)
+        news, self._news = self._news, {}
+        return list(news)
 
     def reset_prefix_cache(self) -> None:
         """Forget everything that is kept for later requests; running ones go on."""
@@ -288,14 +315,14 @@ class Engine:
         completions = [self._completions[request] for request in step.sampled]
         try:
             logits = self.runner.execute(step)
+            prompts = [p for part in logits.prompt if (p := self._prompt_part(*part)) is not None]
             drawn = self._draw(step, logits, [c for _, c in completions]) if completions else None
         except BaseException:
             self._break_off(step)
             raise
         self.scheduler.advance(step)
         self.metrics.step(step)
-        chunks = [(*self._completions[c.request], c, rows) for c, rows in logits.prompt]
-        self._launched.append(_Launched(completions, drawn, chunks))
+        self._launched.append(_Launched(completions, drawn, prompts))
         return True
 
     def _break_off(self, step: Step) -> None:
@@ -312,10 +339,8 @@ class Engine:
             generation, completion = self._completions[request]
             completion.end("error")
             self._leave(completion, publish=False)
-            if generation.finished:
-                self._generations.pop(generation.request_id, None)
-                self.metrics.failed += 1
-                self._aborted.append(generation)
+            self._news[generation] = None
+            self.metrics.failed += generation.finished
 
     def _draw(self, step: Step, logits: StepLogits, completions: Sequence[Completion]) -> OnItsWay:
         """Choose each row's token on the device, and start it on its way to the host."""
@@ -339,24 +364,23 @@ class Engine:
         )  # fmt: skip
         return sample(logits, batch)
 
-    def _take(self, keep: int) -> dict[Generation, None]:
-        """Take the tokens of all launched steps but the last `keep`; what got one or ended."""
-        touched: dict[Generation, None] = {}
+    def _take(self, keep: int) -> None:
+        """Take the tokens of all launched steps but the last `keep`."""
         while len(self._launched) > keep:
             launched = self._launched.popleft()
             try:
-                touched |= self._take_step(launched)
+                self._take_step(launched)
             except BaseException:
+                self._fail(part.completion.request for part in launched.prompts)
                 self._fail(completion.request for _, completion in launched.completions)
                 raise
-        return touched
 
-    def _take_step(self, launched: _Launched) -> dict[Generation, None]:
+    def _take_step(self, launched: _Launched) -> None:
         """Give each request of a step its token; free those that end."""
-        for generation, completion, chunk, rows in launched.prompts:
-            self._take_prompt_logprobs(generation, completion, chunk, rows)
+        for part in launched.prompts:
+            part.take(self._decode)
         if launched.sampled is None:
-            return {}
+            return
         start = time.perf_counter()
         tokens = launched.sampled.wait()  # for the device, here and only here
         self.metrics.waited += time.perf_counter() - start
@@ -381,17 +405,19 @@ class Engine:
                 ended = True
             if ended:
                 self._leave(completion, publish=valid)
-            touched[generation] = None
+            touched[generation] = self._news[generation] = None
         for generation in touched:
             generation.token_came()
         self.metrics.tokens(touched, taken)
-        return touched
 
     def _leave(self, completion: Completion, publish: bool = True) -> None:
         """A completion that has ended gives back what it holds."""
-        self.scheduler.finish(completion.request, publish=publish)
-        del self._completions[completion.request]
-        self._need_history -= needs_history(completion.request.params)
+        request = completion.request
+        self.scheduler.finish(request, publish=publish)
+        generation, _ = self._completions.pop(request)
+        self._need_history -= needs_history(request.params)
+        if generation.finished:
+            del self._generations[generation.request_id]
 
     def _logprobs(
         self, requests: Sequence[Request], found: TokenLogprobs | None, tokens: Sequence[int]
@@ -404,19 +430,17 @@ class Engine:
         entries = found.dicts([tokens[i] for i in rows], counts, self._decode)
         return dict(zip(rows, entries, strict=True))
 
-    def _take_prompt_logprobs(
-        self, generation: Generation, completion: Completion, chunk: Chunk, rows: Tensor
-    ) -> None:
-        request, entries = completion.request, generation.prompt_logprobs
-        # a sequence that lost its place computes its prompt again; forks share the head's
-        if entries is None or completion.index > 0 or len(entries) > chunk.start + 1:
-            return
-        count = request.params.prompt_logprobs or 0
+    def _prompt_part(self, chunk: Chunk, logits: Tensor) -> _PromptPart | None:
+        """Of a chunk's tokens; None: nothing in it comes before a token of the prompt."""
+        request = chunk.request
+        generation, completion = self._completions[request]
         end = min(chunk.end + 1, request.num_prompt_tokens)
         next_ids = request.token_ids[chunk.start + 1 : end]
-        if next_ids:
-            found = prompt_logprobs(rows[: len(next_ids)], next_ids, count, self.vocab_limit)
-            entries += found.dicts(next_ids, [count] * len(next_ids), self._decode)
+        if generation.prompt_logprobs is None or completion.index > 0 or not next_ids:
+            return None  # forks share the first one's
+        count = request.params.prompt_logprobs or 0
+        found = prompt_logprobs(logits[: len(next_ids)], next_ids, count, self.vocab_limit)
+        return _PromptPart(generation, completion, chunk.start + 1, next_ids, found)
 
     def _decode(self, token_id: int) -> str | None:
         return None if self.tokenizer is None else self.tokenizer.decode([token_id], False)

@@ -34,8 +34,9 @@ class EngineMetrics:
         preemptions: sequences that had to give their memory up and start again.
     """
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, snapshot_bytes: int = 0) -> None:
         self._scheduler = scheduler
+        self._snapshot_bytes = snapshot_bytes
         self.steps = self.prompt_tokens = self.generated_tokens = 0
         self.finished = self.aborted = self.failed = self.preemptions = 0
         self.waited = 0.0
@@ -65,6 +66,7 @@ class EngineMetrics:
     def snapshot(self) -> dict[str, Any]:
         """All numbers as plain values, for printing or JSON."""
         scheduler = self._scheduler
+        held = scheduler.cache.snapshots.num_published
         blocks, slots = scheduler.blocks, scheduler.slots
         counts = ("steps", "prompt_tokens", "generated_tokens", "finished", "aborted", "failed",
                   "preemptions")  # fmt: skip
@@ -77,7 +79,8 @@ class EngineMetrics:
             "slots": slots.num_slots - 1,
             **{name: getattr(self, name) for name in counts},
             "waited": self.waited,
-            "prefix_cache": asdict(scheduler.stats),
+            "prefix_cache": asdict(scheduler.stats)
+            | {"snapshots": held, "snapshot_bytes": held * self._snapshot_bytes},
             "time_to_first_token": _summary(self._first_token),
             "time_between_tokens": _summary(self._between_tokens),
         }

@@ -39,7 +39,8 @@ class EntryPool:
 
     Args:
         specs: name to what one entry holds of it.
-        entries: how many; their bytes start as zeros.
+        entries: how many. Entry 0 starts as zeros, the others as whatever was there: nobody reads
+            what no owner has written, and memory that is never used is then never taken.
         device: where.
         pin: page-locked host memory, which a GPU copies from without the host's help.
 
@@ -55,9 +56,10 @@ class EntryPool:
         device: torch.device,
         pin: bool = False,
     ) -> None:
-        self.storage = torch.zeros(
+        self.storage = torch.empty(
             entries, entry_bytes(specs), dtype=torch.uint8, device=device, pin_memory=pin
         )
+        self.storage[:1] = 0
         self.views: dict[str, Tensor] = {}
         offset = 0
         for name, spec in specs.items():

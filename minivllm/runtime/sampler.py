@@ -80,7 +80,7 @@ def on_its_way(token_ids: Tensor, logprobs: TokenLogprobs | None = None) -> OnIt
     host = torch.empty(token_ids.shape, dtype=token_ids.dtype, pin_memory=True)
     host.copy_(token_ids, non_blocking=True)
     copied = torch.cuda.Event()
-    copied.record()
+    copied.record(torch.cuda.current_stream(token_ids.device))
     return OnItsWay(logprobs, host, copied)
 
 

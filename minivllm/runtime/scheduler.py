@@ -20,6 +20,7 @@ that one of them is about to leave.
 from __future__ import annotations
 
 import itertools
+import sys
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,7 +48,9 @@ class SchedulerLimits:
         block_size: tokens in a KV block.
         snapshot_interval: tokens between snapshots of a long sequence; 0: none.
         prefix_caching: whether anything is looked up or left behind at all.
-        max_logits_rows: longest chunk of a request that asks for its prompt's log-probabilities.
+        max_logits_rows: most tokens in a step of prompts whose log-probabilities are wanted.
+        max_context_tokens: most tokens, history included, of all sequences that have a chunk in a
+            step; a chunk alone may have more. None: any number.
     """
 
     max_num_seqs: int
@@ -56,6 +59,7 @@ class SchedulerLimits:
     block_size: int = BLOCK_SIZE
     snapshot_interval: int = 0
     prefix_caching: bool = True
+    max_context_tokens: int | None = None
     max_logits_rows: int = 256
 
     def __post_init__(self) -> None:
@@ -129,10 +133,12 @@ class Scheduler:
         """The next step; None: nothing waits and nothing runs, or all hangs on tokens in flight."""
         if not self._waiting and not self._running:
             return None
-        plan = StepPlan(self.limits.max_num_batched_tokens)
+        limits = self.limits
+        context = limits.max_context_tokens or sys.maxsize
+        plan = StepPlan(limits.max_num_batched_tokens, context, limits.max_logits_rows)
         self._plan_decode(plan)
         for request in self._running:
-            if request.prefilling and plan.budget:
+            if request.prefilling and self._fits_step(request, request.num_computed_tokens, plan):
                 self._plan_chunk(request, plan)
         self._admit(plan)
         if not plan.prefill and not plan.decode:
@@ -183,19 +189,28 @@ class Scheduler:
                 hit = self.cache.lookup(request)
                 if self.cache.must_wait(request, hit):
                     held_back.append(request)
-                elif self._has_room(request, hit):
+                elif self._has_room(request, hit, plan):
                     self._start(request, hit, plan)
                 else:
                     break
             examined += 1
         self._waiting[:examined] = held_back
 
-    def _has_room(self, request: Request, hit: Hit) -> bool:
+    def _fits_step(self, request: Request, computed: int, plan: StepPlan) -> bool:
+        """Whether a chunk of it may run in this step beside those that do already."""
+        if request.params.prompt_logprobs is not None and not plan.logits_rows:
+            return False
+        end = min(len(request.token_ids), computed + plan.budget)
+        return plan.budget > 0 and (not plan.prefill or end <= plan.context)
+
+    def _has_room(self, request: Request, hit: Hit, plan: StepPlan) -> bool:
         """The watermark spares the running a preemption; a request alone may fill everything."""
         spare = self._watermark if self._running else 0
         members = self.slots.num_used + 1 + len(request.forks)
-        return members <= self.limits.max_num_seqs and self._memory.has_room(
-            request, hit.blocks, spare
+        return (
+            members <= self.limits.max_num_seqs
+            and self._fits_step(request, hit.num_tokens, plan)
+            and self._memory.has_room(request, hit.blocks, spare)
         )
 
     def _start(self, request: Request, hit: Hit, plan: StepPlan) -> None:
@@ -211,18 +226,22 @@ class Scheduler:
 
     def _plan_chunk(self, request: Request, plan: StepPlan) -> None:
         """A prefilling request's next tokens, and behind its last ones the forks' copies."""
-        start, end = request.num_computed_tokens, self._chunk_end(request, plan.budget)
+        start, end = request.num_computed_tokens, self._chunk_end(request, plan)
         last = end == request.prefill_end
         plan.budget -= end - start
+        plan.context -= end
+        if request.params.prompt_logprobs is not None:
+            plan.logits_rows -= end - start
         plan.prefill.append(Chunk(request, start, end, last))
         self.cache.plan_chunk(request, end, plan.before, plan.after)
         if last:
             plan.after += self._memory.plan_forks(request)
 
-    def _chunk_end(self, request: Request, budget: int) -> int:
+    def _chunk_end(self, request: Request, plan: StepPlan) -> int:
         """A chunk ends at a snapshot's place, at the prefill's end, or else with a block."""
+        budget = plan.budget
         if request.params.prompt_logprobs is not None:
-            budget = min(budget, self.limits.max_logits_rows)
+            budget = min(budget, plan.logits_rows)
         start = request.num_computed_tokens
         stop = min([request.prefill_end, *request.targets[:1]])
         if stop <= start + budget:

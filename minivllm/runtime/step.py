@@ -80,9 +80,13 @@ class StepPlan:
 
     Attributes:
         budget: prefill tokens that it has left.
+        context: tokens, history included, that the sequences of further chunks may have.
+        logits_rows: rows of logits left for prompts whose log-probabilities are wanted.
     """
 
     budget: int
+    context: int
+    logits_rows: int
     before: list[Copy] = field(default_factory=list)
     prefill: list[Chunk] = field(default_factory=list)
     decode: list[Request] = field(default_factory=list)

@@ -172,6 +172,7 @@ class Sim:
         max_model_len: int | None = None,
         vocabulary: int = 50_000,
         ahead: bool = False,
+        context: int | None = None,
     ) -> None:
         """`blocks` and `slots` do not count the padding rows' own; `ahead`: a step is scheduled and
         launched before the tokens of the one before it are known."""
@@ -182,6 +183,7 @@ class Sim:
             snapshot_interval=interval,
             prefix_caching=caching,
             max_logits_rows=logits_rows,
+            max_context_tokens=context,
         )
         self.blocks = BlockManager(blocks + 1, BLOCK_SIZE)
         self.slots = StateSlots((slots or seqs) + 1)

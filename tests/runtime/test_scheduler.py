@@ -305,6 +305,26 @@ def test_what_fits(tokens, n, fits):
         assert len(sim.finished) == n
 
 
+def test_sequences_of_a_step_have_only_so_much_history():
+    """Their keys and values are copied side by side; one alone may have more."""
+    sim = Sim(blocks=100, budget=1_000, context=500)
+    long = sim.serve(prompt(640), max_tokens=1).token_ids[:640]
+    again = [sim.add([*long, 7, i], max_tokens=1) for i in range(3)]
+    short = sim.add(prompt(100, 5), max_tokens=1)
+    for request in again:
+        assert chunks(sim.step()) == [(request, 640, 642, True)], "alone, and in order"
+    assert chunks(sim.step())[0][:3] == (short, 0, 64)
+    sim.run()
+
+
+def test_prompts_with_logprobs_share_the_rows_of_a_step():
+    sim = Sim(logits_rows=30, budget=100)
+    a, b = (sim.add(prompt(20, i), max_tokens=1, params=LOGPROBS) for i in range(2))
+    other = sim.add(prompt(20, 9), max_tokens=1)
+    assert chunks(sim.step()) == [(a, 0, 20, True), (b, 0, 10, False), (other, 0, 20, True)]
+    assert chunks(sim.step()) == [(b, 10, 20, True)]
+
+
 def test_a_request_must_get_its_token_before_the_next_step():
     sim = Sim()
     sim.add(prompt(3), max_tokens=5)
