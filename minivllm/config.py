@@ -133,8 +133,13 @@ class CompilerOptions(OptionGroup):
     Attributes:
         mode: reference: the plain model on the whole sequence; eager: the graph after the
             mandatory lowering; compiled: after every pass.
-        dump_dir: a folder for one text file a pass; None: no dumps.
+        dump_dir: a folder for one text file a pass, their differences and a report; None: no dumps.
+        dump_layers: the layers that are dumped; empty: all, and in the report each kind once.
         verify: compare each stage of the graphs with the plain model.
+        explain: name of a pass whose matches and near misses are printed.
+        bisect: numerics: print each stage's difference from the plain model, and which pass is the
+            first that leaves the tolerance; speed: the time of a decode step after each pass, and
+            which one is the first that makes it slower.
         disable: names of passes to leave out.
         stop_after: name of the last pass to run.
         implementations: op name -> the implementation it must use.
@@ -144,7 +149,10 @@ class CompilerOptions(OptionGroup):
 
     mode: str = option("compiled", choices=("reference", "eager", "compiled"))
     dump_dir: str | None = option(None)
+    dump_layers: tuple[int, ...] = option((), at_least=0)
     verify: bool = option(False)
+    explain: str | None = option(None)
+    bisect: str | None = option(None, choices=("numerics", "speed"))
     disable: tuple[str, ...] = option(())
     stop_after: str | None = option(None)
     implementations: Mapping[str, str] = option(factory=dict)
@@ -152,13 +160,23 @@ class CompilerOptions(OptionGroup):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.mode == "reference":
-            names = ("dump_dir", "verify", "disable", "stop_after", "implementations")
+            names = [f.name for f in dataclasses.fields(self) if f.name != "mode"]
             given = [f"compiler.{name}" for name in names if getattr(self, name)]
             if given:
                 raise UserError(
                     f"compiler.mode='reference' compiles nothing, so {', '.join(given)} cannot be "
                     "honoured; choose compiler.mode=eager or compiled"
                 )
+        if self.dump_layers and self.dump_dir is None:
+            raise UserError(
+                f"compiler.dump_layers={list(self.dump_layers)} bounds what compiler.dump_dir "
+                "holds, and there is none; name a folder: compiler.dump_dir=dump"
+            )
+        if self.verify and self.bisect == "numerics":
+            raise UserError(
+                "compiler.verify stops at the first stage that compiler.bisect=numerics would "
+                "print with the others; choose one of the two"
+            )
 
 
 @dataclass(frozen=True)
@@ -273,6 +291,8 @@ def _checked(key: str, value: Any, field: dataclasses.Field[Any], hints: Mapping
     optional, kind = _without_none(hints[field.name])
     if value is None and optional:
         return None
+    if hints[field.name] == tuple[int, ...]:
+        return _checked_integers(key, value, rule)
     try:
         value = _converted(value, kind)
     except TypeError:
@@ -293,6 +313,14 @@ def _checked(key: str, value: Any, field: dataclasses.Field[Any], hints: Mapping
     if not allowed:
         raise UserError(f"{key}: {value!r} is not {_described(rule, kind, optional)}")
     return value
+
+
+def _checked_integers(key: str, value: Any, rule: Mapping[str, Any]) -> tuple[int, ...]:
+    integers = isinstance(value, (list, tuple)) and all(type(item) is int for item in value)
+    if not integers or any(item < rule["at_least"] for item in value):
+        described = f"a list of integers >= {rule['at_least']}, such as [0,3]"
+        raise UserError(f"{key}: {value!r} is not {described}")
+    return tuple(value)
 
 
 def _without_none(hint: Any) -> tuple[bool, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,8 @@ from minivllm.run import main
 
 
 def rows(text: str) -> dict[str, list[str]]:
-    """The last table's rows by their first cell."""
-    table = text[text.rindex("| pass |") :]
+    """The rows of the last phase's table by their first cell."""
+    table = text[text.rindex("| pass |") :].split("\n\n")[0]
     lines = [line for line in table.splitlines() if line.startswith("|")][2:]
     return {
         cells[0]: cells[1:] for cells in ([c.strip() for c in x.split("|")[1:-1]] for x in lines)
@@ -60,3 +61,37 @@ def test_stop_after_is_for_inspection(capsys: pytest.CaptureFixture[str]) -> Non
 def test_it_says_how_long_it_took(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["+model=tiny"], inspect) == 0
     assert re.search(r"compiled: trace \d+\.\d s, prefill .* s, decode", capsys.readouterr().out)
+
+
+def test_no_kernel_package_is_needed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And it says what a GPU would run if they were there."""
+    for module in ("minivllm.ops.op", "minivllm.inspect"):
+        monkeypatch.setattr(f"{module}.is_importable", lambda package: False)
+    for package in ("fla", "flash_attn", "triton"):
+        monkeypatch.setitem(sys.modules, package, None)  # importing it is an error
+    assert main(["+model=tiny"], inspect) == 0
+    text = capsys.readouterr().out.partition("\non cuda, ")[2]
+    chosen = dict(re.findall(r"^\| (\w+) \| [a-z0-9, ]+ \| (\w+) \|", text, re.MULTILINE))
+    assert chosen["paged_attention_prefill"] == "flash_attn"
+    assert chosen["fused_gated_delta_rule_prefill_slots"] == "fla"
+    assert chosen["linear"] == "triton" and "attention" not in chosen
+    assert text.count("needs package: not installed here") == len(chosen) - 1  # the heading
+
+
+def test_an_implementation_that_is_forced(capsys: pytest.CaptureFixture[str]) -> None:
+    forced = "+compiler.implementations.linear"
+    assert main(["+model=tiny", f"{forced}=torch"], inspect) == 0
+    assert re.search(r"^\| linear \| decode \d+ \| torch \|  \|$", capsys.readouterr().out, re.M)
+    assert main(["+model=tiny", f"{forced}=fla"], inspect) == 2
+    error = capsys.readouterr().err
+    assert "linear='fla'" in error and "torch, triton" in error
+
+
+def test_time_and_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["+model=tiny"], inspect) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    found = re.fullmatch(r"process: (\d+\.\d) s, peak memory ([\d,]+) MB", last)
+    assert found and float(found[1]) > 0
+    assert 100 < int(found[2].replace(",", "")) < 20_000

@@ -7,23 +7,28 @@ Owns the sequence trace, clone, passes. Does not own weights, devices or pools (
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from minivllm.compiler.dump import dump_to
+from minivllm.compiler.bisect import NumericsBisection, bisect_speed
+from minivllm.compiler.dump import Dump
+from minivllm.compiler.explain import Explain
 from minivllm.compiler.graph import PHASES, Graph
 from minivllm.compiler.passes.base import PassContext
-from minivllm.compiler.pipeline import select_passes
+from minivllm.compiler.pipeline import check_name, select_passes
 from minivllm.compiler.runner import Observer, PassReport, run_passes
 from minivllm.compiler.trace import trace
 from minivllm.compiler.verify import Verifier
 from minivllm.config import CompilerOptions
 from minivllm.model.config import MiniQwenConfig
 from minivllm.ops.paged_attention import BLOCK_SIZE
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -61,16 +66,20 @@ def compile_model(
     state_dtype: torch.dtype = torch.float32,
     block_size: int = BLOCK_SIZE,
     observers: Sequence[Observer] = (),
+    say: Callable[[str], None] = logger.info,
+    device: torch.device | None = None,
 ) -> CompiledModel:
     """Trace the model once and lower it for both phases.
 
     Args:
         config: the architecture.
         dtype: of weights and activations.
-        options: mode, passes to leave out, where to dump, whether to verify.
+        options: mode, passes to leave out, where to dump, what to verify and to explain.
         state_dtype: of the recurrent states.
         block_size: tokens in a KV block.
         observers: called with each graph and the stage's name, first for the source.
+        say: takes the texts of `explain` and `bisect`.
+        device: where `bisect=speed` runs; None: CUDA if there is one.
 
     Raises:
         UserError: an option names an unknown pass.
@@ -80,20 +89,40 @@ def compile_model(
         phase: select_passes(options.mode, phase, options.disable, options.stop_after)
         for phase in PHASES
     }
+    explain = None
+    if options.explain is not None:
+        check_name("explain", options.explain)
+        explain = Explain(options.explain, say)
     start = time.perf_counter()
     source = trace(config, dtype)
     seconds = {"trace": time.perf_counter() - start}
     watching = list(observers)
+    dump: Dump | None = None
     if options.dump_dir is not None:
-        watching.append(dump_to(Path(options.dump_dir)))
+        dump = Dump(Path(options.dump_dir), config, options.dump_layers)
+        watching.append(dump.observe)
     if options.verify:
         watching.append(Verifier(config, source).check_stage)
+    numerics = None
+    if options.bisect == "numerics":
+        numerics = NumericsBisection(Verifier(config, source))
+        watching.append(numerics.observe)
     context = PassContext(config, state_dtype, block_size, frozenset(options.disable))
     graphs: dict[str, Graph] = {}
     reports: list[PassReport] = []
-    for phase in PHASES:
-        start = time.perf_counter()
-        graphs[phase] = source.clone(phase)
-        reports += run_passes(graphs[phase], passes[phase], context, watching)
-        seconds[phase] = time.perf_counter() - start
+    try:
+        for phase in PHASES:
+            start = time.perf_counter()
+            graphs[phase] = source.clone(phase)
+            if explain is not None and explain.name not in {p.name for p in passes[phase]}:
+                say(f"{explain.name} does not run on the {phase} graph of this pipeline")
+            reports += run_passes(graphs[phase], passes[phase], context, watching, explain)
+            seconds[phase] = time.perf_counter() - start
+    finally:
+        if numerics is not None:
+            say(numerics.report())
+    if dump is not None:
+        dump.finish(reports, seconds)
+    if options.bisect == "speed":
+        say(bisect_speed(source, options, context, device).report())
     return CompiledModel(source, graphs, reports, seconds)

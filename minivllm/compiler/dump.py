@@ -1,103 +1,175 @@
-"""Text dumps: one file a stage, written so that `diff` of two stages explains the pass between.
+"""The files of a compilation: a listing a stage, what each pass changed, a summary and a report.
 
-Owns the format. Does not own the graph or the directory's other contents.
+Owns the folder. Does not own the listing (listing.py), the costs (cost.py) or the page (report.py).
 
-    write = dump_to(Path("dump"))       # an observer for runner.run_passes
+    dump = Dump(Path("dump"), config)
+    reports = run_passes(graph, passes, context, observers=(dump.observe,))
+    dump.finish(reports, seconds)
 
-Names are FX's, sizes are the vocabulary's symbols, weights stand inline, calls are grouped by
-module path; there are no addresses, so two dumps of one commit are identical.
+`<phase>/NN_<stage>.txt` is the graph after a stage, `NN_<stage>.diff` the change since the stage
+before (`patch` turns one into the other), `summary.json` the numbers of the table that `inspect`
+prints. All are the same bytes for the same commit. Times are not: they stand in `timings.json` and
+in one element of `index.html`, which is otherwise the same as well.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections import defaultdict
+import dataclasses
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import fx
-from torch.fx import Node
-
-from minivllm.compiler.graph import INPUTS, Graph
-from minivllm.compiler.runner import Observer
+from minivllm.compiler.cost import STEPS, CostTable, Stage, call_costs, planned_context
+from minivllm.compiler.graph import Graph
+from minivllm.compiler.listing import format_graph
+from minivllm.compiler.report import CallRow, Report, StageRow, alike, write_report
+from minivllm.compiler.runner import PassReport
+from minivllm.compiler.text_diff import unified
 from minivllm.errors import UserError
+from minivllm.model.config import MiniQwenConfig
 
 
-def dump_to(folder: Path) -> Observer:
-    """An observer that writes `<folder>/<phase>/<index>_<stage>.txt`."""
-    counters: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
+class Dump:
+    """Writes a compilation to a folder: each stage as it is reached, the rest at the end.
 
-    def write(graph: Graph, stage: str) -> None:
-        path = folder / graph.phase / f"{next(counters[graph.phase]):02d}_{stage}.txt"
+    Args:
+        layers: bound the listings, and the report, to these layers; empty: all of them, and in
+            the report the first of each set of layers that are alike.
+
+    Raises:
+        UserError: a layer that the model does not have.
+    """
+
+    def __init__(self, folder: Path, config: MiniQwenConfig, layers: Collection[int] = ()) -> None:
+        for layer in layers:
+            if layer >= config.num_hidden_layers:
+                raise UserError(
+                    f"compiler.dump_layers: no layer {layer}; the model's layers are "
+                    f"0 to {config.num_hidden_layers - 1}"
+                )
+        self.folder = folder
+        self.config = config
+        self.layers = tuple(sorted(set(layers)))
+        self.costs = CostTable()
+        self.texts: dict[str, list[str]] = {}  # of each phase's stages, all layers
+        self.calls: dict[str, list[list[CallRow]]] = {}
+        self.dtype = ""
+        self._names: dict[str, list[str]] = {}
+
+    def observe(self, graph: Graph, stage: str) -> None:
+        """An observer for `runner.run_passes`: writes the stage and its difference."""
+        phase = graph.phase
+        folder = self.folder / phase
+        with self._writing():
+            if phase not in self.texts:
+                self._clear(folder)
+                folder.mkdir(parents=True, exist_ok=True)
+            names = self._names.setdefault(phase, [])
+            names.append(f"{len(names):02d}_{stage}")
+            text = format_graph(graph, stage, self.layers)
+            path = folder / f"{names[-1]}.txt"
+            path.write_text(text, encoding="utf-8")
+            if len(names) > 1:
+                before = (folder / f"{names[-2]}.txt").read_text(encoding="utf-8")
+                change = unified(before, text, f"{names[-2]}.txt", path.name)
+                path.with_suffix(".diff").write_text(change, encoding="utf-8")
+        costs = call_costs(graph)
+        self.costs.add(graph, stage, costs)
+        whole = format_graph(graph, stage) if self.layers else text
+        self.texts.setdefault(phase, []).append(whole)
+        self.calls.setdefault(phase, []).append(
+            [CallRow(node.name, node.meta["module"], cost) for node, cost in costs.items()]
+        )
+        self.dtype = str(graph.dtype).removeprefix("torch.")
+
+    def finish(self, reports: Sequence[PassReport], seconds: Mapping[str, float]) -> None:
+        """Write the summary, the times and the report.
+
+        Args:
+            reports: of all phases, as `runner.run_passes` returns them.
+            seconds: of the parts of the compilation.
+        """
+        rows = {
+            phase: _rows(self.costs.stages[phase], [r for r in reports if r.phase == phase])
+            for phase in self.texts
+        }
+        classes = alike(self.texts, self.config.num_hidden_layers)
+        summary = {
+            "model": dataclasses.asdict(self.config),
+            "dtype": self.dtype,
+            "dump_layers": self.layers,
+            "layers_alike": classes,
+            "phases": {
+                phase: {
+                    "tokens": STEPS[phase],
+                    "context": planned_context(phase),
+                    "stages": [dataclasses.asdict(row) for row in rows[phase]],
+                }
+                for phase in rows
+            },
+        }
+        times = {
+            "seconds": dict(seconds),
+            "pass_ms": {
+                phase: {r.name: round(r.seconds * 1000, 3) for r in reports if r.phase == phase}
+                for phase in rows
+            },
+        }
+        report = Report(
+            config=self.config,
+            dtype=self.dtype,
+            rows=rows,
+            texts=self.texts,
+            calls=self.calls,
+            classes=classes,
+            shown=self.layers or tuple(members[0] for members in classes),
+            times=times,
+        )
+        with self._writing():
+            _write_json(self.folder / "summary.json", summary)
+            _write_json(self.folder / "timings.json", times)
+            (self.folder / "index.html").write_text(write_report(report), encoding="utf-8")
+
+    def _clear(self, folder: Path) -> None:
+        """Remove what an earlier run left, which may have had other stages."""
+        for pattern in ("[0-9][0-9]_*.txt", "[0-9][0-9]_*.diff"):
+            for old in folder.glob(pattern):
+                old.unlink()
+        for name in ("summary.json", "timings.json", "index.html"):
+            (self.folder / name).unlink(missing_ok=True)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
         try:
-            if stage == "source":
-                for old in path.parent.glob("[0-9][0-9]_*.txt"):
-                    old.unlink()  # of an earlier run, which may have had other stages
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(format_graph(graph, stage), encoding="utf-8")
+            yield
         except OSError as error:
             raise UserError(
-                f"compiler.dump_dir={str(folder)!r}: cannot write {path} ({error.strerror}); "
+                f"compiler.dump_dir={str(self.folder)!r}: cannot write "
+                f"{error.filename or 'there'} ({error.strerror}); "
                 "name a folder that can be written"
             ) from error
 
-    return write
+
+def _rows(stages: Sequence[Stage], reports: Sequence[PassReport]) -> list[StageRow]:
+    by_name = {report.name: report for report in reports}
+    rows = []
+    for stage in stages:
+        report = by_name.get(stage.name)
+        rows.append(
+            StageRow(
+                name=stage.name,
+                sites=report.matches if report else None,
+                nodes=stage.nodes,
+                calls=stage.calls,
+                launches=stage.cost.launches,
+                bytes=stage.cost.bytes,
+                flops=stage.cost.flops,
+            )
+        )
+    return rows
 
 
-def format_graph(graph: Graph, stage: str) -> str:
-    """A graph as text."""
-    lines = [f"# {graph.phase} graph after {stage}: {len(graph.nodes())} calls", ""]
-    for node in graph.fx.nodes:
-        if node.op == "placeholder":
-            meaning = INPUTS[str(node.target)].meaning
-            lines.append(f"input  {node.target}: {_type(graph, node)}    # {meaning}")
-    for name, state in graph.states.items():
-        dims = ", ".join(str(d) for d in (state.symbol, *state.shape))
-        lines.append(f"state  {name}: {_dtype(state.dtype)}[{dims}]")
-    module = None
-    for node in graph.fx.nodes:
-        if node.op == "call_function":
-            if node.meta["module"] != module:
-                module = node.meta["module"]
-                lines += ["", f"{module or '(top)'}:"]
-            source = f"    # {node.meta['source']}" if node.meta["source"] else ""
-            lines.append(f"  %{node.name} = {_call(graph, node)}: {_type(graph, node)}{source}")
-    lines += ["", f"return {_argument(graph, graph.output)}: {_type(graph, graph.output)}", ""]
-    return "\n".join(lines)
-
-
-def _call(graph: Graph, node: Node) -> str:
-    arguments = [_argument(graph, a) for a in node.args]
-    arguments += [f"{k}={_argument(graph, v)}" for k, v in node.kwargs.items()]
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        name = str(target).removesuffix(".default")
-    else:
-        name = getattr(target, "__name__", str(target))
-    return f"{name}({', '.join(arguments)})"
-
-
-def _argument(graph: Graph, value: Any) -> str:
-    if isinstance(value, Node):
-        return str(value.target) if value.op != "call_function" else f"%{value.name}"
-    if isinstance(value, (list, tuple, fx.immutable_collections.immutable_list)):
-        return f"[{', '.join(_argument(graph, v) for v in value)}]"
-    if isinstance(value, torch.dtype):
-        return _dtype(value)
-    return repr(value)
-
-
-def _type(graph: Graph, node: Node) -> str:
-    def describe(value: Any) -> str:
-        if isinstance(value, torch.Tensor):
-            return f"{_dtype(value.dtype)}[{', '.join(graph.named(s) for s in value.shape)}]"
-        if isinstance(value, (list, tuple)):
-            return f"({', '.join(describe(v) for v in value)})"
-        return type(value).__name__
-
-    return describe(node.meta["val"])
-
-
-def _dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")

@@ -112,6 +112,7 @@ class Graph:
     fake_mode: FakeTensorMode
     weights: dict[str, WeightSpec] = field(default_factory=dict)
     states: dict[str, StateSpec] = field(default_factory=dict)
+    stage: str = "trace"  # the pass that runs: new nodes carry its name
 
     def clone(self, phase: str) -> Graph:
         """A copy to rewrite. In decode every sequence has one token, so `seqs` is `tokens`."""
@@ -153,11 +154,13 @@ class Graph:
 
     def named(self, size: int | torch.SymInt) -> str:
         """A size as text, with the vocabulary's symbol names."""
-        names = {
-            str(symbol): name
-            for name, symbol in self.symbols.items()
-            if name != "seqs" or self.phase != "decode"
-        }
+        if isinstance(size, int):
+            return str(size)
+        symbols = {n: s for n, s in self.symbols.items() if n != "seqs" or self.phase != "decode"}
+        for name, symbol in symbols.items():  # quicker than to print them
+            if isinstance(size, torch.SymInt) and symbol.node.expr == size.node.expr:
+                return name
+        names = {str(symbol): name for name, symbol in symbols.items()}
         return re.sub(r"\w+", lambda found: names.get(found[0], found[0]), str(size))
 
     # writing
@@ -189,7 +192,7 @@ class Graph:
         """Insert a call before `like`, typed at once, with `like`'s module and source line."""
         with self.fx.inserting_before(like):
             node = self.fx.call_function(target, args, kwargs)
-        node.meta = {"module": like.meta["module"], "source": like.meta["source"]}
+        node.meta = {key: like.meta[key] for key in ("module", "source")} | {"pass": self.stage}
         node.meta["val"] = self.infer(node)
         return node
 
@@ -232,7 +235,7 @@ class Graph:
             node = self.fx.create_node(op, target, name=target.replace(".", "_"))
         with self.fake_mode:
             value = torch.empty([self._size(d) for d in dims], dtype=dtype, device="meta")
-        node.meta = {"module": "", "source": "", "val": value}
+        node.meta = {"module": "", "source": "", "pass": self.stage, "val": value}
         return node
 
     def _size(self, dim: str | int) -> int | torch.SymInt:

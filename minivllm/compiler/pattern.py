@@ -15,9 +15,10 @@ of the dtype it was declared with that is a vector if it was declared as one, wh
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,6 +27,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from minivllm.compiler.graph import Graph
 from minivllm.compiler.passes.canonicalize import canonicalize
+
+if TYPE_CHECKING:
+    from minivllm.compiler.misses import Misses
 
 COMMUTATIVE = (torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor)
 SENTINEL = 0.17320508  # stands for a pattern's first scalar while it is traced; no model has it
@@ -49,6 +53,8 @@ class Pattern:
         scalars: Sequence[str] = (),
         shared: bool = False,
     ) -> None:
+        plain = function.func if isinstance(function, functools.partial) else function
+        self.name = plain.__name__
         self.names = tuple(inputs)
         self.scalars = {SENTINEL * (i + 1): name for i, name in enumerate(scalars)}
         self.shared = shared
@@ -65,6 +71,7 @@ class Pattern:
         graph = Graph(traced, "pattern", {}, placeholders[0].meta["val"].fake_mode)
         canonicalize(graph)
         self.output = graph.output
+        self.calls = graph.nodes()
         self.inputs = dict(zip(placeholders, self.names, strict=True))
 
 
@@ -86,8 +93,14 @@ class Match:
         return self.bindings[name]
 
 
-def find(graph: Graph, pattern: Pattern) -> list[Match]:
-    """All matches, outermost (last in program order) first; no two share a covered node."""
+def find(graph: Graph, pattern: Pattern, misses: Misses | None = None) -> list[Match]:
+    """All matches, outermost (last in program order) first; no two share a covered node.
+
+    Args:
+        misses: told of the pattern, so that near misses can be shown where one is wanted.
+    """
+    if misses is not None:
+        misses.tried(pattern)
     matches: list[Match] = []
     covered: set[Node] = set()
     for node in reversed(graph.nodes()):
@@ -127,7 +140,7 @@ class _State:
 def _match_node(pattern: Pattern, wanted: Node, node: Any, state: _State) -> Iterator[_State]:
     """All ways in which `node` can stand for the pattern's node `wanted`."""
     if wanted.op == "placeholder":
-        fits = isinstance(node, Node) and _kind(node) == _kind(wanted)
+        fits = isinstance(node, Node) and kind_of(node) == kind_of(wanted)
         bound = state.bind(pattern.inputs[wanted], node) if fits else None
         if bound is not None:
             yield bound
@@ -167,18 +180,19 @@ def _match_value(pattern: Pattern, wanted: Any, value: Any, state: _State) -> It
         if isinstance(value, (list, tuple)) and len(value) == len(wanted):
             yield from _match_all(pattern, list(wanted), list(value), state)
     elif isinstance(wanted, float) and wanted in pattern.scalars:
-        bound = state.bind(pattern.scalars[wanted], value) if _are_numbers(value) else None
+        bound = state.bind(pattern.scalars[wanted], value) if are_numbers(value) else None
         if bound is not None:
             yield bound
-    elif (type(wanted) is type(value) or _are_numbers(wanted, value)) and wanted == value:
+    elif (type(wanted) is type(value) or are_numbers(wanted, value)) and wanted == value:
         yield state
 
 
-def _are_numbers(*values: Any) -> bool:
+def are_numbers(*values: Any) -> bool:
+    """Whether all values are numbers; `True` is none."""
     return all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in values)
 
 
-def _kind(node: Node) -> tuple[torch.dtype, bool] | None:
+def kind_of(node: Node) -> tuple[torch.dtype, bool] | None:
     """The dtype of a tensor and whether it is a vector; None for several tensors."""
     value = node.meta["val"]
     return (value.dtype, value.ndim == 1) if isinstance(value, Tensor) else None

@@ -46,6 +46,35 @@ PIPELINE: tuple[GraphPass, ...] = (
 )
 
 
+def check_name(key: str, name: str) -> None:
+    """Check that a pass of this name exists.
+
+    Raises:
+        UserError: naming the option and the passes.
+    """
+    names = [p.name for p in PIPELINE]
+    if name not in names:
+        raise UserError(f"compiler.{key}: no pass {name!r}; choose from {', '.join(names)}")
+
+
+def executable_prefixes(
+    mode: str, phase: str, disable: Sequence[str] = (), stop_after: str | None = None
+) -> list[tuple[str, list[GraphPass]]]:
+    """The prefixes of a mode's pipeline that can be executed, each by its last optional pass.
+
+    Every one has all mandatory passes; the first, called "mandatory", has nothing else.
+    """
+    selected = select_passes(mode, phase, disable, stop_after)
+    mandatory = [p for p in PIPELINE if p.mandatory and phase in p.phases]
+    optional = [p for p in selected if not p.mandatory]
+    prefixes = []
+    for count in range(len(optional) + 1):
+        wanted = [*mandatory, *optional[:count]]
+        name = optional[count - 1].name if count else "mandatory"
+        prefixes.append((name, [p for p in PIPELINE if p in wanted]))
+    return prefixes
+
+
 def select_passes(
     mode: str, phase: str, disable: Sequence[str] = (), stop_after: str | None = None
 ) -> list[GraphPass]:
@@ -62,8 +91,7 @@ def select_passes(
     names = [p.name for p in PIPELINE]
     for key, wanted in (("disable", disable), ("stop_after", [stop_after] if stop_after else [])):
         for name in wanted:
-            if name not in names:
-                raise UserError(f"compiler.{key}: no pass {name!r}; choose from {', '.join(names)}")
+            check_name(key, name)
     mandatory = [p.name for p in PIPELINE if p.mandatory]
     for name in disable:
         if name in mandatory:

@@ -7,13 +7,16 @@ Owns everything that is the same for all passes. Does not own their order (pipel
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from minivllm.compiler import contract
+from minivllm.compiler.explain import Explain, explanation, shortfall
 from minivllm.compiler.graph import Graph
+from minivllm.compiler.misses import Misses
 from minivllm.compiler.passes.base import GraphPass, PassContext
 from minivllm.compiler.passes.canonicalize import remove_unused
 from minivllm.errors import UserError
@@ -22,7 +25,17 @@ Observer = Callable[[Graph, str], None]
 
 
 class CompileError(RuntimeError):
-    """A pass failed or missed sites; the message names it and the passes that ran before."""
+    """A pass failed or missed sites; the message names it and the passes that ran before.
+
+    Attributes:
+        details: for each site that was missed, where the pass turned away and why; lines that
+            stand behind the message.
+    """
+
+    def __init__(self, message: str, details: str = "") -> None:
+        super().__init__(f"{message}\n{details}" if details else message)
+        self.message = message
+        self.details = details
 
 
 @dataclass(frozen=True)
@@ -50,12 +63,14 @@ def run_passes(
     passes: Sequence[GraphPass],
     context: PassContext,
     observers: Sequence[Observer] = (),
+    explain: Explain | None = None,
 ) -> list[PassReport]:
     """Run the passes in order on one graph, in place.
 
     Args:
         observers: called with the graph and the stage's name, first for the source ("source")
             and then after each pass: dumps, verification.
+        explain: a pass whose matches and near misses are told, even if it fails then.
 
     Raises:
         CompileError: a pass raised, broke the contract, or missed sites it must find.
@@ -67,37 +82,47 @@ def run_passes(
     for graph_pass in passes:
         may_mutate |= graph_pass.mutates
         try:
-            report = _run_one(graph, graph_pass, context, may_mutate)
+            report = _run_one(graph, graph_pass, context, may_mutate, explain)
             for observe in observers:
                 observe(graph, graph_pass.name)
         except UserError:
             raise
         except Exception as error:
-            ours = isinstance(error, CompileError)
-            cause = str(error) if ours else f"{type(error).__name__}: {error}"
+            cause, details = f"{type(error).__name__}: {error}", ""
+            if isinstance(error, CompileError):
+                cause, details = error.message, error.details
             before = ", ".join(r.name for r in reports) or "none"
             raise CompileError(
                 f"pass {graph_pass.name} on the {graph.phase} graph: {cause} "
-                f"(passes before it: {before})"
+                f"(passes before it: {before})",
+                details,
             ) from error
         reports.append(report)
     return reports
 
 
 def _run_one(
-    graph: Graph, graph_pass: GraphPass, context: PassContext, may_mutate: bool
+    graph: Graph,
+    graph_pass: GraphPass,
+    context: PassContext,
+    may_mutate: bool,
+    explain: Explain | None,
 ) -> PassReport:
+    context = dataclasses.replace(context, misses=Misses())
+    graph.stage = graph_pass.name
     calls_before = len(graph.nodes())
     start = time.perf_counter()
     matches = graph_pass.run(graph, context)
     remove_unused(graph)
     seconds = time.perf_counter() - start
     assert isinstance(matches, list), f"{graph_pass.name}.run returned {type(matches).__name__}"
+    if explain is not None and explain.name == graph_pass.name:
+        explain.say(explanation(graph, graph_pass.name, matches, context.misses))
     expected = graph_pass.expected(graph.phase, context)
     if not context.disabled.isdisjoint(graph_pass.after):
         expected = None
     if expected is not None:
-        _compare_sites(matches, expected)
+        _compare_sites(graph, matches, expected, context.misses)
     contract.check(graph, may_mutate=may_mutate)
     return PassReport(
         name=graph_pass.name,
@@ -110,12 +135,13 @@ def _run_one(
     )
 
 
-def _compare_sites(matches: list[str], expected: list[str]) -> None:
+def _compare_sites(graph: Graph, matches: list[str], expected: list[str], misses: Misses) -> None:
     missing = Counter(expected) - Counter(matches)
     surplus = Counter(matches) - Counter(expected)
     if missing or surplus:
         raise CompileError(
             f"matched {len(matches)} of {len(expected)} sites; "
             f"unmatched: {', '.join(missing.elements()) or 'none'}; "
-            f"unexpected: {', '.join(surplus.elements()) or 'none'}"
+            f"unexpected: {', '.join(surplus.elements()) or 'none'}",
+            shortfall(graph, missing, misses),
         )

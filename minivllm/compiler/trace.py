@@ -12,6 +12,7 @@ import dataclasses
 import re
 from collections import defaultdict
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from torch import Tensor, fx, nn
 from minivllm.compiler.graph import SYMBOLS, Graph, WeightSpec
 from minivllm.model.config import MiniQwenConfig
 from minivllm.model.miniqwen import MiniQwen
+
+TORCH = str(Path(torch.__file__).parent)
 
 
 class _Traced(nn.Module):
@@ -190,11 +193,13 @@ def _renamed(path: str, index: int) -> str:
 
 
 def _meta(node: fx.Node) -> dict[str, Any]:
-    """The value, the module path (`layers.0.mixer`) and the source line of a traced node."""
+    """The value, the module path (`layers.0.mixer`) and the source line of a traced node.
+
+    The line is the innermost outside of torch: of a linear, the one that calls it.
+    """
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     module = stack[-1][0].removeprefix("model").removeprefix(".") if stack else ""
-    frames = re.findall(
-        r'File ".*?([^/"]+/[^/"]+)", line (\d+)', node.meta.get("stack_trace") or ""
-    )
-    source = f"{frames[-1][0]}:{frames[-1][1]}" if frames else ""
+    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    own = [frame for frame in frames if not frame[0].startswith(TORCH)] or frames
+    source = f"{'/'.join(own[-1][0].split('/')[-2:])}:{own[-1][1]}" if own else ""
     return {"val": node.meta["val"], "module": module, "source": source}

@@ -72,6 +72,21 @@ RELATIVE_TOLERANCE = 1e-5  # float32, of the largest logit: the same sums in ano
 ULP = 2.0**-24
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """Of a stage's logits with the plain model's: the largest difference, what is allowed, and
+    the largest logit."""
+
+    error: float
+    allowed: float
+    scale: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether the stage is within the tolerance; NaN is not."""
+        return self.error <= self.allowed
+
+
 class Verifier:
     """Compares each stage of both graphs with the source graph."""
 
@@ -86,6 +101,15 @@ class Verifier:
         Raises:
             VerificationError: naming the stage, the error found and the one allowed.
         """
+        result = self.compare(graph)
+        if not result.ok:
+            raise VerificationError(
+                f"after {stage} the logits differ by {result.error:.2e} from the plain model's, "
+                f"more than {result.allowed:.2e} (largest logit {result.scale:.2e}, {self.dtype})"
+            )
+
+    def compare(self, graph: Graph) -> Comparison:
+        """Run a stage over the scenario of its phase."""
         expected = self._expected(graph.phase)
         scale = float(expected.abs().max())
         error = self._error(self._run(graph, self.weights), expected)
@@ -95,11 +119,7 @@ class Verifier:
         else:
             # at most twice what rounding costs the unchanged graph
             allowed = 2 * self._source_error(graph.phase)
-        if not error <= allowed:
-            raise VerificationError(
-                f"after {stage} the logits differ by {error:.2e} from the plain model's, "
-                f"more than {allowed:.2e} (largest logit {scale:.2e}, {self.dtype})"
-            )
+        return Comparison(error, allowed, scale)
 
     @functools.cached_property
     def weights(self) -> dict[str, Tensor]:

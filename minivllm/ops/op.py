@@ -51,14 +51,20 @@ class Implementation:
     package: str | None = None
     capturable: bool = True
 
-    def obstacle(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Why this implementation cannot be used, or None if it can."""
+    def obstacle(
+        self, device: torch.device, dtype: torch.dtype, *, packages: bool = True
+    ) -> str | None:
+        """Why this implementation cannot be used, or None if it can.
+
+        Args:
+            packages: whether the package that it needs must be installed.
+        """
         if device.type not in self.devices:
             return f"runs on {'/'.join(self.devices)} only"
         if dtype not in self.dtypes:
             names = "/".join(str(d).removeprefix("torch.") for d in self.dtypes)
             return f"takes {names} only"
-        if self.package is not None and not is_importable(self.package):
+        if packages and self.package is not None and not is_importable(self.package):
             return f"needs the package {self.package}, which is not installed"
         return None
 
@@ -114,6 +120,25 @@ class Op:
             if obstacle.startswith("needs the package"):
                 missing = f"{self.name}: {implementation.name} {obstacle}"
         return chosen, missing and f"{missing}; {chosen.name} is used, which is slower"
+
+    def best(
+        self, device: torch.device, dtype: torch.dtype, forced: str | None = None
+    ) -> Implementation:
+        """What `choose` would choose on a machine on which every package is installed.
+
+        Raises:
+            UserError: `forced` names no implementation of this op for this device and dtype.
+        """
+        able = [i for i in self.implementations if not i.obstacle(device, dtype, packages=False)]
+        if forced is None:
+            return able[min(1, len(able) - 1)]  # the first is the substitute of the others
+        for implementation in able:
+            if implementation.name == forced:
+                return implementation
+        raise UserError(
+            f"compiler.implementations.{self.name}={forced!r} is no implementation of it for "
+            f"{device.type} and {dtype}; choose one of {', '.join(i.name for i in able)}"
+        )
 
 
 def define_op(

@@ -101,7 +101,7 @@ def build(options: EngineConfig) -> Built:
     if dtype == torch.float32 and device.type == "cuda":
         # float32 means float32: products must not be rounded to TF32
         torch.set_float32_matmul_precision("highest")
-    compiled = _compile(options, config, dtype)
+    compiled = _compile(options, config, dtype, device)
     limit = tokenizer.vocab_limit if tokenizer else config.vocab_size
     vocab_limit = min(limit, config.vocab_size)
     builder = _Builder(options, config, device, dtype, compiled, vocab_limit)
@@ -121,7 +121,7 @@ def build(options: EngineConfig) -> Built:
 
 
 def _compile(
-    options: EngineConfig, config: MiniQwenConfig, dtype: torch.dtype
+    options: EngineConfig, config: MiniQwenConfig, dtype: torch.dtype, device: torch.device
 ) -> CompiledModel | None:
     if options.compiler.mode == "reference":
         return None
@@ -131,6 +131,7 @@ def _compile(
         options.compiler,
         state_dtype=resolve_state_dtype(options.runtime, config),
         block_size=BLOCK_SIZE,
+        device=device,
     )
     ran = {report.name for report in compiled.reports}
     missing = [p.name for p in PIPELINE if p.mandatory and p.name not in ran]

@@ -324,7 +324,9 @@ def test_a_config_that_is_not_the_graphs(
     )
     with pytest.raises(CompileError) as error:
         compile_model(deeper, torch.float32, CompilerOptions())
-    assert str(error.value) == (
+    message, *details = str(error.value).splitlines()
+    assert details[0] == "  layers.2.input_layernorm: no candidate; the graph has no such layer"
+    assert message == (
         "pass fuse_norms on the prefill graph: matched 8 of 15 sites; "
         "unmatched: layers.2.input_layernorm, layers.2.post_attention_layernorm, "
         "layers.3.input_layernorm, layers.3.post_attention_layernorm, layers.3.mixer.q_norm, "
@@ -333,7 +335,7 @@ def test_a_config_that_is_not_the_graphs(
     )
     with pytest.raises(CompileError) as error:
         compile_model(deeper, torch.float32, CompilerOptions(mode="eager"))
-    assert str(error.value) == (
+    assert str(error.value).splitlines()[0] == (
         "pass lower_mixers on the prefill graph: matched 2 of 4 sites; "
         "unmatched: layers.2.conv, layers.2.recurrent; unexpected: none "
         "(passes before it: canonicalize, select_logits)"

@@ -1,16 +1,20 @@
-"""Dumps: the same text for the same graph, and a golden one of the tiny config's decode graph.
+"""Dumps: the same text for the same graph, and golden ones of the tiny config's last graphs.
 
-The golden file is read by people, so it is a dump as it is written. It is compared without source
-lines, which move with every edit, and with nodes numbered in order, since torch's own counters
-differ from version to version. After a wanted change:
+The golden files are read by people, so they are dumps as they are written, and a table of what each
+pass left. A graph is compared without source lines, which move with every edit, and with nodes
+numbered in order, since torch's own counters differ from version to version. After a wanted change:
 
     python tests/compiler/test_dump.py
 """
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,19 +22,22 @@ from torch.fx import Node
 from toy_graphs import Builder, aten, code, tiny_config, toy
 
 from minivllm.compiler.compile import CompiledModel, compile_model
-from minivllm.compiler.dump import dump_to, format_graph
+from minivllm.compiler.dump import Dump
 from minivllm.compiler.graph import PHASES, Graph
+from minivllm.compiler.listing import format_graph
 from minivllm.compiler.pipeline import select_passes
+from minivllm.compiler.text_diff import Diff, unified
 from minivllm.config import CompilerOptions
+from minivllm.errors import UserError
 
-GOLDEN = Path(__file__).parent / "golden" / "decode.txt"
+GOLDEN = Path(__file__).parent / "golden"
 STAGES = {
     phase: ["source", *(p.name for p in select_passes("compiled", phase))] for phase in PHASES
 }
 
 
-def compile_to(folder: Path) -> CompiledModel:
-    options = CompilerOptions(dump_dir=str(folder))
+def compile_to(folder: Path, layers: tuple[int, ...] = ()) -> CompiledModel:
+    options = CompilerOptions(dump_dir=str(folder), dump_layers=layers)
     return compile_model(tiny_config(), torch.float32, options, block_size=16)
 
 
@@ -45,11 +52,12 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def test_one_file_a_stage(dumped: tuple[Path, CompiledModel]) -> None:
-    expected = {
-        f"{phase}/{index:02d}_{stage}.txt"
-        for phase, stages in STAGES.items()
-        for index, stage in enumerate(stages)
-    }
+    expected = {"summary.json", "timings.json", "index.html"}
+    for phase, stages in STAGES.items():
+        expected |= {f"{phase}/{index:02d}_{stage}.txt" for index, stage in enumerate(stages)}
+        expected |= {
+            f"{phase}/{index:02d}_{stage}.diff" for index, stage in enumerate(stages) if index
+        }
     assert set(files(dumped[0])) == expected
 
 
@@ -66,8 +74,111 @@ def test_a_file_is_its_stage(dumped: tuple[Path, CompiledModel]) -> None:
 def test_two_compilations_give_the_same_bytes(
     dumped: tuple[Path, CompiledModel], tmp_path: Path
 ) -> None:
+    """But for the times, which have a file and one element of the page to themselves."""
     compile_to(tmp_path / "new" / "folder")
-    assert files(tmp_path / "new" / "folder") == files(dumped[0])
+    first, second = files(dumped[0]), files(tmp_path / "new" / "folder")
+    times = [json.loads(run.pop("timings.json")) for run in (first, second)]
+    element = re.compile(rb'(?<=<script type="application/json" id="times">).*?(?=</script>)')
+    for run, expected in zip((first, second), times, strict=True):
+        (found,) = element.findall(run["index.html"])
+        assert json.loads(found) == expected
+        run["index.html"] = element.sub(b"", run["index.html"])
+    assert first == second
+
+
+def test_an_older_dump_does_not_shine_through(tmp_path: Path) -> None:
+    stale = [tmp_path / "decode" / f"99_gone.{kind}" for kind in ("txt", "diff")]
+    kept = tmp_path / "decode" / "notes.txt"
+    kept.parent.mkdir()
+    for path in (*stale, kept):
+        path.write_text("from before")
+    compile_to(tmp_path)
+    assert not any(path.exists() for path in stale)
+    assert kept.exists(), "a file of somebody else's is gone"
+
+
+@pytest.mark.skipif(shutil.which("patch") is None, reason="needs the command patch")
+def test_patch_turns_a_stage_into_the_next(
+    dumped: tuple[Path, CompiledModel], tmp_path: Path
+) -> None:
+    for phase, stages in STAGES.items():
+        folder = dumped[0] / phase
+        work = tmp_path / phase
+        work.write_bytes((folder / "00_source.txt").read_bytes())
+        for index, stage in enumerate(stages[1:], 1):
+            change = folder / f"{index:02d}_{stage}.diff"
+            subprocess.run(["patch", "--quiet", str(work)], input=change.read_bytes(), check=True)
+            assert work.read_bytes() == change.with_suffix(".txt").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("", ""),
+        ("a\n", ""),
+        ("", "a\n"),
+        ("a\nb\nc\n", "a\nB\nc\n"),
+        ("a\na\nb\na\n", "b\na\na\n"),
+        ("x\n" * 9 + "a\n" + "x\n" * 9, "x\n" * 9 + "b\n" + "x\n" * 9),
+        ("a\nb\nc\nd\n", "c\nd\na\nb\n"),
+        ("".join(f"{i}\n" for i in range(40)), "".join(f"{i}\n" for i in range(40) if i % 9)),
+    ],
+)
+def test_a_difference_is_what_changed(before: str, after: str) -> None:
+    a, b = before.splitlines(), after.splitlines()
+    rebuilt, kept = [], 0
+    for tag, i1, i2, j1, j2 in Diff(a, b).get_opcodes():
+        rebuilt += a[i1:i2] if tag == "equal" else b[j1:j2]
+        kept += i2 - i1 if tag == "equal" else 0
+    assert rebuilt == b
+    assert (unified(before, after, "a", "b") == "") == (a == b)
+    if len(a) == 40:
+        assert kept == len(b)
+
+
+def test_layers_bound_a_dump(
+    dumped: tuple[Path, CompiledModel], compiled: CompiledModel, tmp_path: Path
+) -> None:
+    bounded = compile_to(tmp_path, (1,))
+    for phase in PHASES:
+        assert code(bounded.graphs[phase]) == code(compiled.graphs[phase])
+    whole, part = files(dumped[0]), files(tmp_path)
+    assert set(whole) == set(part)
+    for name in whole:
+        if name.endswith(".txt"):
+            assert len(part[name]) < len(whole[name]), name
+        if name.endswith((".txt", ".diff")):
+            assert not re.search(rb"^(state  state\.)?layers\.0\..*:", part[name], re.MULTILINE)
+    last = part[f"decode/{len(STAGES['decode']) - 1:02d}_inplace_state.txt"].decode()
+    assert re.match(
+        r"# decode graph after inplace_state: \d+ calls, of which \d+ are shown: "
+        r"layers 1, and outside of layers\n",
+        last,
+    )
+    assert "layers.1.mixer:" in last and "state  state.layers.1.k_cache" in last
+    summaries = [json.loads(run["summary.json"]) for run in (whole, part)]
+    assert [summary.pop("dump_layers") for summary in summaries] == [[], [1]]
+    assert summaries[0] == summaries[1], "the numbers are of all layers"
+
+
+def test_a_layer_that_is_not_there() -> None:
+    with pytest.raises(UserError, match=r"^compiler.dump_layers: no layer 2; .* 0 to 1$"):
+        compile_model(
+            tiny_config(),
+            torch.float32,
+            CompilerOptions(dump_dir="never", dump_layers=(0, 2)),
+        )
+
+
+@pytest.mark.parametrize("value", [[-1], ["0"], [True], 3, "0", [1.0]])
+def test_layers_are_a_list_of_integers(value: Any) -> None:
+    with pytest.raises(UserError, match=r"is not a list of integers >= 0, such as \[0,3\]$"):
+        CompilerOptions(dump_dir="dump", dump_layers=value)
+
+
+def test_layers_without_a_folder() -> None:
+    with pytest.raises(UserError, match=r"dump_layers=\[0\] bounds what compiler.dump_dir holds"):
+        CompilerOptions(dump_layers=(0,))
 
 
 def test_a_dump_changes_nothing(
@@ -79,7 +190,7 @@ def test_a_dump_changes_nothing(
 
 def test_no_addresses_and_no_unnamed_symbols(dumped: tuple[Path, CompiledModel]) -> None:
     for name, content in files(dumped[0]).items():
-        text = content.decode("ascii")
+        text = content.decode()
         assert not re.search(r"0x[0-9a-f]+|\bobject at\b|/root|/home", text), name
         assert not re.search(r"[\[ ]s\d+\b", text), f"{name} has a symbol without a name"
 
@@ -144,14 +255,16 @@ def test_the_format(source: Graph) -> None:
 
 
 def test_an_observer_counts_by_phase(source: Graph, tmp_path: Path) -> None:
-    write = dump_to(tmp_path)
+    dump = Dump(tmp_path, tiny_config())
     for stage in ("one", "two"):
         for phase in PHASES:
-            write(source.clone(phase), stage)
+            dump.observe(source.clone(phase), stage)
     assert sorted(files(tmp_path)) == [
         "decode/00_one.txt",
+        "decode/01_two.diff",
         "decode/01_two.txt",
         "prefill/00_one.txt",
+        "prefill/01_two.diff",
         "prefill/01_two.txt",
     ]
 
@@ -164,13 +277,38 @@ def portable(text: str) -> list[str]:
     return text.splitlines()
 
 
-def test_the_golden_decode_graph(compiled: CompiledModel) -> None:
+@pytest.mark.parametrize("phase", PHASES)
+def test_the_golden_graph(compiled: CompiledModel, phase: str) -> None:
     """Fails for any change of the model, the trace or a pass that reaches the final graph."""
-    text = format_graph(compiled.decode, "inplace_state")
-    assert portable(text) == portable(GOLDEN.read_text())
+    text = format_graph(compiled.graphs[phase], "inplace_state")
+    assert portable(text) == portable((GOLDEN / f"{phase}.txt").read_text())
+
+
+def test_the_golden_stages(dumped: tuple[Path, CompiledModel]) -> None:
+    """Fails for a pass that does more, less or something else than it did."""
+    summary = json.loads((dumped[0] / "summary.json").read_text())
+    assert stage_table(summary) == (GOLDEN / "stages.txt").read_text()
+
+
+def stage_table(summary: dict[str, Any]) -> str:
+    """The stages' numbers, from canonicalize on: before it they are torch's own."""
+    columns = ("sites", "calls", "nodes", "launches", "bytes", "flops")
+    lines = [f"{'':31}{''.join(f'{column:>10}' for column in columns)}"]
+    for phase in PHASES:
+        for index, stage in enumerate(summary["phases"][phase]["stages"][1:]):
+            numbers = ["" if index == 0 and c == "sites" else stage[c] for c in columns]
+            name = f"{phase} {stage['name']}"
+            lines.append(f"{name:31}{''.join(f'{number:>10}' for number in numbers)}")
+    return "\n".join([*lines, ""])
 
 
 if __name__ == "__main__":
-    graphs = compile_model(tiny_config(), torch.float32, CompilerOptions(), block_size=16).graphs
-    GOLDEN.write_text(format_graph(graphs["decode"], "inplace_state"))
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as scratch:
+        graphs = compile_to(Path(scratch)).graphs
+        stages = stage_table(json.loads((Path(scratch) / "summary.json").read_text()))
+    for phase in PHASES:
+        (GOLDEN / f"{phase}.txt").write_text(format_graph(graphs[phase], "inplace_state"))
+    (GOLDEN / "stages.txt").write_text(stages)
     print(f"wrote {GOLDEN}")

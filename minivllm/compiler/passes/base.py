@@ -10,12 +10,13 @@ class DropNothing(GraphPass):
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.fx import Node
 
 from minivllm.compiler.graph import PHASES, Graph
+from minivllm.compiler.misses import Misses
 from minivllm.model.config import MiniQwenConfig
 
 
@@ -28,12 +29,14 @@ class PassContext:
         state_dtype: of the recurrent states.
         block_size: tokens in a KV block.
         disabled: names of passes that were left out; those that build on them may find less.
+        misses: where a pass notes what it did not take; the runner gives each pass its own.
     """
 
     config: MiniQwenConfig
     state_dtype: torch.dtype
     block_size: int
     disabled: frozenset[str] = frozenset()
+    misses: Misses = field(default_factory=Misses)
 
 
 class GraphPass:

@@ -34,11 +34,15 @@ class DecodeLinears(GraphPass):
 
     def run(self, graph: Graph, context: PassContext) -> list[str]:
         sites = []
+        context.misses.looked_for(aten.linear.default)
         for node in graph.nodes(aten.linear.default):
             value = node.meta["val"]
-            if len(node.args) != 2 or node.kwargs or value.ndim != 2:
-                continue
             site = "head" if node is graph.output else node.meta["module"]
+            if len(node.args) != 2 or node.kwargs or value.ndim != 2:
+                reason = "the kernels for few rows know no bias and two dims only"
+                wanted = "linear(x, w) without bias, [tokens, N]"
+                context.misses.add(graph, node, wanted, reason=reason, site=site)
+                continue
             new = graph.call(OPS["linear"].overload, *node.args, like=node)
             sites.append(site)
             node.replace_all_uses_with(new)

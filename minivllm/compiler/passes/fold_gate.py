@@ -52,7 +52,7 @@ class FoldGate(GraphPass):
 
     def run(self, graph: Graph, context: PassContext) -> list[str]:
         sites = []
-        for m in find(graph, _pattern(graph.dtype)):
+        for m in find(graph, _pattern(graph.dtype), context.misses):
             op = OPS["fused_gated_delta_rule"].overload
             new = graph.call(op, *(m[name] for name in NAMES), like=m.node)
             sites.append(m.node.meta["module"])

@@ -14,11 +14,15 @@ less time than a launch. In decode only.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch.fx import Node
 
 from minivllm.compiler.graph import Graph
+from minivllm.compiler.misses import Misses
 from minivllm.compiler.passes.base import GraphPass, PassContext
+from minivllm.compiler.text import target_text
 from minivllm.ops import OPS
 
 aten = torch.ops.aten
@@ -45,9 +49,10 @@ class FuseLinearPrologues(GraphPass):
 
     def run(self, graph: Graph, context: PassContext) -> list[str]:
         sites = []
+        context.misses.looked_for(OPS["linear_add_rms_norm"].overload)
         for node in graph.nodes(OPS["linear_add_rms_norm"].overload):
             flat, *rest = node.args
-            made = _unflattened(flat, node)
+            made = _unflattened(graph, flat, node, context.misses)
             if made is None:
                 continue
             new = graph.call(FORMS[made.target], *made.args, *rest, like=node)  # type: ignore[index]
@@ -57,14 +62,23 @@ class FuseLinearPrologues(GraphPass):
         return sites
 
 
-def _unflattened(flat: object, user: Node) -> Node | None:
+def _unflattened(graph: Graph, flat: object, user: Node, misses: Misses) -> Node | None:
     """`[tokens, H, D]` from one of the ops, whose heads `flat` joins and only `user` reads."""
+    joined = "flatten(x, -2) of [tokens, H, D]"
+    miss = functools.partial(misses.add, graph, user, total=3)
     if not isinstance(flat, Node) or flat.target is not aten.flatten.using_ints:
+        miss(joined, at=flat, reason="another op")
         return None
     made, *dims = flat.args
     if not isinstance(made, Node) or made.target not in FORMS or flat.kwargs:
+        miss(" or ".join(map(target_text, FORMS)), at=made, reason="another op", matched=2)
         return None
     start, end = dims[0] if dims else 0, dims[1] if len(dims) > 1 else -1
     if made.meta["val"].ndim != 3 or start not in (1, -2) or end not in (2, -1):
+        miss(joined, at=flat, reason="another constant: these are no heads", matched=2)
         return None
-    return made if set(made.users) == {flat} and set(flat.users) == {user} else None
+    for node, reader in ((made, flat), (flat, user)):
+        if set(node.users) != {reader}:
+            misses.extra_user(graph, user, node, reader)
+            return None
+    return made

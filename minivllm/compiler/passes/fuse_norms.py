@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from minivllm.compiler.graph import Graph
+from minivllm.compiler.misses import Misses
 from minivllm.compiler.passes.base import GraphPass, PassContext, shape_of
 from minivllm.compiler.pattern import Match, Pattern, find
 from minivllm.model.miniqwen import GatedRMSNorm, RMSNorm
@@ -88,8 +89,11 @@ class FuseNorms(GraphPass):
     def run(self, graph: Graph, context: PassContext) -> list[str]:
         gated_norm, norms = _patterns(graph.dtype)
         sites = []
-        for m in find(graph, gated_norm):
-            if not _is_weight(graph, m) or shape_of(graph, m["gate"]) != shape_of(graph, m["x"]):
+        for m in find(graph, gated_norm, context.misses):
+            if not _is_weight(graph, m, context.misses):
+                continue
+            if shape_of(graph, m["gate"]) != shape_of(graph, m["x"]):
+                context.misses.unfit(graph, m, "gate", "a gate of x's shape")
                 continue
             new = graph.call(
                 OPS["gated_rms_norm"].overload, m["x"], m["gate"], m["w"], m["eps"], like=m.node
@@ -97,8 +101,8 @@ class FuseNorms(GraphPass):
             sites.append(m.node.meta["module"])
             graph.replace(m.node, new)
         for pattern, offset, cast_first in norms:
-            for m in find(graph, pattern):
-                if not _is_weight(graph, m):
+            for m in find(graph, pattern, context.misses):
+                if not _is_weight(graph, m, context.misses):
                     continue
                 arguments = m["x"], m["w"], m["eps"], offset, cast_first
                 new = graph.call(OPS["rms_norm"].overload, *arguments, like=m.node)
@@ -107,6 +111,9 @@ class FuseNorms(GraphPass):
         return sites
 
 
-def _is_weight(graph: Graph, m: Match) -> bool:
+def _is_weight(graph: Graph, m: Match, misses: Misses) -> bool:
     """Whether w is a vector along x's last dim: what is one value a token is no weight."""
-    return shape_of(graph, m["w"]) == shape_of(graph, m["x"])[-1:]
+    fits = shape_of(graph, m["w"]) == shape_of(graph, m["x"])[-1:]
+    if not fits:
+        misses.unfit(graph, m, "w", "a weight along x's last dim")
+    return fits

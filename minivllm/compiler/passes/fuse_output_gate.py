@@ -38,9 +38,10 @@ class FuseOutputGate(GraphPass):
 
     def run(self, graph: Graph, context: PassContext) -> list[str]:
         sites = []
-        for m in find(graph, _pattern(graph.dtype)):
+        for m in find(graph, _pattern(graph.dtype), context.misses):
             o, gate = (shape_of(graph, m[name]) for name in ("o", "gate"))
             if len(o) != 3 or o != gate:  # a broadcast
+                context.misses.unfit(graph, m, "gate", "a gate of o's shape, [tokens, H, D]")
                 continue
             new = graph.call(OPS["sigmoid_mul"].overload, m["o"], m["gate"], like=m.node)
             sites.append(m.node.meta["module"])

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
@@ -21,6 +22,8 @@ from torch import Tensor
 from torch.fx import Node
 
 from minivllm.compiler.graph import Graph
+from minivllm.compiler.misses import Misses
+from minivllm.compiler.near_miss import nearest
 from minivllm.compiler.passes.base import GraphPass, PassContext
 from minivllm.compiler.pattern import Match, Pattern, match_at
 from minivllm.model.miniqwen import RotaryEmbedding, apply_rotary
@@ -64,13 +67,20 @@ class FuseQkNormRope(GraphPass):
         config = context.config
         side, angles = _patterns(graph.dtype, config.head_dim, config.rotary_dim)
         sites = []
+        context.misses.looked_for(OPS["attention"].overload)
         for attention in graph.nodes(OPS["attention"].overload):
             q, k = attention.args[:2]
             assert isinstance(q, Node) and isinstance(k, Node)
+            miss = functools.partial(_miss, graph, context.misses, attention)
             sides = match_at(q, side), match_at(k, side)
-            if sides[0] is None or sides[1] is None or {*q.users, *k.users} != {attention}:
+            if sides[0] is None or sides[1] is None:
+                miss(q if sides[0] is None else k, side)
                 continue
-            source = _source(sides[0], sides[1], angles)
+            shared = next((n for n in (q, k) if set(n.users) != {attention}), None)
+            if shared is not None:
+                context.misses.extra_user(graph, attention, shared, attention)
+                continue
+            source = _source(sides[0], sides[1], angles, miss)
             if source is None:
                 continue
             both = graph.call(
@@ -90,11 +100,33 @@ class FuseQkNormRope(GraphPass):
         return sites
 
 
-def _source(q: Match, k: Match, angles: list[Pattern]) -> Match | None:
+def _source(
+    q: Match, k: Match, angles: list[Pattern], miss: Callable[[Node, Pattern | str], None]
+) -> Match | None:
     """Where the angles of both sides come from, if that is one place and one epsilon."""
-    if any(q[name] is not k[name] for name in ("cos", "sin")) or q["eps"] != k["eps"]:
+    for name in ("cos", "sin"):
+        if q[name] is not k[name]:
+            miss(k[name], f"the {name} that the queries have")
+            return None
+    if q["eps"] != k["eps"]:
+        miss(k.node, f"the epsilon that the queries' norm has, {q['eps']!r}")
         return None
     cos, sin = (match_at(q[name], p) for name, p in zip(("cos", "sin"), angles, strict=True))
-    if cos is None or sin is None or cos.bindings != sin.bindings:
+    if cos is None or sin is None:
+        miss(*((q["cos"], angles[0]) if cos is None else (q["sin"], angles[1])))
+        return None
+    if cos.bindings != sin.bindings:
+        miss(sin.node, "the angles that cos has")
         return None
     return cos
+
+
+def _miss(graph: Graph, misses: Misses, attention: Node, node: Node, wanted: Pattern | str) -> None:
+    """Note that an attention is not taken for what is not `wanted` at `node`."""
+    if isinstance(wanted, str):
+        reason = "another operand"
+        misses.add(graph, attention, wanted, reason=reason, at=node, matched=2, total=3)
+    else:
+        stop = nearest(graph, node, wanted)
+        assert stop is not None, f"{node} matches"
+        misses.add(graph, attention, stop.expected, reason=stop.reason, at=stop.node)

@@ -35,12 +35,17 @@ class FuseResidualAdd(GraphPass):
 
     def run(self, graph: Graph, context: PassContext) -> list[str]:
         sites = []
+        context.misses.looked_for(OPS["rms_norm"].overload)
         for norm in graph.nodes(OPS["rms_norm"].overload):
             total, *rest = norm.args
             if not isinstance(total, Node) or not _is_sum(graph, total):
+                reason = "the norm reads no sum of two tensors of one shape and dtype"
+                context.misses.add(graph, norm, "add.Tensor(x, branch)", at=total, reason=reason)
                 continue
             if not isinstance(rest[0], Node) or rest[0].op != "get_attr":
-                continue  # a weight that is computed, maybe behind the addition
+                reason = "the weight is computed, maybe behind the addition"
+                context.misses.add(graph, norm, "a weight", at=rest[0], reason=reason)
+                continue
             x, residual = total.all_input_nodes
             both = graph.call(OPS["add_rms_norm"].overload, residual, x, *rest, like=total)
             both.meta |= {"module": norm.meta["module"], "source": norm.meta["source"]}

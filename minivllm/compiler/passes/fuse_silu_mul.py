@@ -39,9 +39,10 @@ class FuseSiluMul(GraphPass):
 
     def run(self, graph: Graph, context: PassContext) -> list[str]:
         sites = []
-        for m in find(graph, _pattern(graph.dtype)):
+        for m in find(graph, _pattern(graph.dtype), context.misses):
             gate, up = (shape_of(graph, m[name]) for name in ("gate", "up"))
             if len(gate) != 2 or gate != up:  # a gated norm's tail by heads, or a broadcast
+                context.misses.unfit(graph, m, "up", "an up of gate's shape, [tokens, N]")
                 continue
             new = graph.call(OPS["silu_mul"].overload, m["gate"], m["up"], like=m.node)
             sites.append(m.node.meta["module"])

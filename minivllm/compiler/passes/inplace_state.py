@@ -14,13 +14,16 @@ then moves each state once in and once out, where the gather and scatter moved i
 
 from __future__ import annotations
 
+import functools
 import operator
+from collections.abc import Callable
 
 import torch
 from torch.fx import Node
 
 from minivllm.compiler.graph import Graph
 from minivllm.compiler.passes.base import GraphPass, PassContext
+from minivllm.compiler.text import target_text
 from minivllm.ops import OPS
 
 aten = torch.ops.aten
@@ -45,21 +48,31 @@ class InplaceState(GraphPass):
 
     def run(self, graph: Graph, context: PassContext) -> list[str]:
         sites = []
+        context.misses.looked_for(aten.index_copy_.default)
         for scatter in graph.nodes(aten.index_copy_.default):
             pool, _, slots, new = scatter.args
             assert isinstance(pool, Node) and isinstance(slots, Node) and isinstance(new, Node)
-            if _replace(graph, scatter, pool, slots, new):
-                sites.append(str(pool.target).removeprefix("state."))
+            site = str(pool.target).removeprefix("state.")
+            miss = functools.partial(context.misses.add, graph, scatter, site=site)
+            if _replace(graph, scatter, pool, slots, new, miss):
+                sites.append(site)
         return sites
 
 
-def _replace(graph: Graph, scatter: Node, pool: Node, slots: Node, new: Node) -> bool:
+def _replace(
+    graph: Graph, scatter: Node, pool: Node, slots: Node, new: Node, miss: Callable[..., None]
+) -> bool:
     """Replace one gather, op and scatter; False if the op has no such form."""
     op = new.args[0] if new.target is operator.getitem else None
     if not isinstance(op, Node) or op.target not in FORMS:
+        wanted = "an element of " + " or ".join(map(target_text, FORMS))
+        miss(wanted, at=op or new, reason="the op has no form that takes slots")
         return False
     state, started = _gathered(graph, op, scatter)
     if state is None:
+        wanted = f"index_select({pool.target}, 0, {slots.name}), masked or as it is"
+        reason = "no argument is the state that only this op reads and only this scatter writes"
+        miss(wanted, at=op, reason=reason, matched=2, total=3)
         return False
     position = op.args.index(state)
     extra = [] if started is None else [started]

@@ -33,6 +33,7 @@ class LowerAttention(GraphPass):
         return [f"layers.{i}" for i in context.config.attention_layers]
 
     def run(self, graph: Graph, context: PassContext) -> list[str]:
+        context.misses.looked_for(OPS["attention"].overload)
         nodes = graph.nodes(OPS["attention"].overload)
         return [self._lower(graph, node, context.block_size) for node in nodes]
 

@@ -43,6 +43,8 @@ class LowerMixers(GraphPass):
         return [f"{layer}.{kind}" for layer in layers for kind in ("conv", "recurrent")]
 
     def run(self, graph: Graph, context: PassContext) -> list[str]:
+        opaque = ("causal_conv1d", "gated_delta_rule", "fused_gated_delta_rule")
+        context.misses.looked_for(*(OPS[name].overload for name in opaque))
         return [
             *(self._lower_conv(graph, n) for n in graph.nodes(OPS["causal_conv1d"].overload)),
             *(

@@ -36,19 +36,31 @@ class MergeLinears(GraphPass):
 
     def run(self, graph: Graph, context: PassContext) -> list[str]:
         groups: defaultdict[tuple[Node, str, int], list[Node]] = defaultdict(list)
+        context.misses.looked_for(aten.linear.default)
         for node in graph.nodes(aten.linear.default):
             x, weight, *bias = node.args
-            # a weight that is read elsewhere, too, would be held twice
-            if all(
-                isinstance(w, Node) and w.target in graph.weights and len(w.users) == 1
-                for w in (weight, *bias)
-            ):
-                module = node.meta["module"].rpartition(".")[0]
+            module = node.meta["module"].rpartition(".")[0]
+            unfit = next((w for w in (weight, *bias) if not _is_private(graph, w)), None)
+            if unfit is None:
                 groups[x, module, len(bias)].append(node)  # type: ignore[index]
+            else:
+                reason = "it is computed or read elsewhere, too, and would be held twice"
+                wanted = "a weight that this linear alone reads"
+                context.misses.add(graph, node, wanted, at=unfit, reason=reason, site=module)
         merged = {key: nodes for key, nodes in groups.items() if len(nodes) > 1}
         for (_, module, _), nodes in merged.items():
             _merge(graph, module, nodes)
+        for (x, module, biases), nodes in groups.items():
+            if len(nodes) == 1:
+                reason = f"no other linear of its module reads %{x} with {biases} biases"
+                wanted = "a value that several linears read"
+                context.misses.add(graph, nodes[0], wanted, at=x, reason=reason, site=module)
         return [module for _, module, _ in merged]
+
+
+def _is_private(graph: Graph, weight: object) -> bool:
+    """Whether it is a weight with one reader."""
+    return isinstance(weight, Node) and weight.target in graph.weights and len(weight.users) == 1
 
 
 def _merge(graph: Graph, module: str, nodes: list[Node]) -> None:

@@ -32,6 +32,8 @@ class SelectLogits(GraphPass):
     def run(self, graph: Graph, context: PassContext) -> list[str]:
         head = graph.output
         if head.target is not aten.linear.default:
+            reason = "the graph's output is no linear, so its rows are not those of its input"
+            context.misses.add(graph, head, "linear(x, w)", reason=reason, site="head")
             return []
         hidden, *weights = head.args
         rows = graph.call(

@@ -1,0 +1,66 @@
+"""A graph as text, written so that the difference of two stages explains the pass between.
+
+Owns the format and which layers are shown. Does not own how a node is spelled (text.py) nor files
+(dump.py).
+
+    text = format_graph(graph, "fuse_norms", layers=(0, 3))
+
+Calls are grouped by module path; two listings of one commit are identical.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+
+from minivllm.compiler.graph import INPUTS, Graph
+from minivllm.compiler.text import argument_text, call_text, dtype_text, type_text
+
+
+def format_graph(graph: Graph, stage: str, layers: Collection[int] = ()) -> str:
+    """A graph as text.
+
+    Args:
+        layers: show these layers alone, and what stands outside of layers; empty: all.
+    """
+    calls = graph.nodes()
+    shown = [n for n in calls if is_shown(n.meta["module"], layers)]
+    title = f"# {graph.phase} graph after {stage}: {len(calls)} calls"
+    if layers:
+        numbers = ", ".join(str(layer) for layer in sorted(layers))
+        title += f", of which {len(shown)} are shown: layers {numbers}, and outside of layers"
+    lines = [title, ""]
+    for node in graph.fx.nodes:
+        if node.op == "placeholder":
+            meaning = INPUTS[str(node.target)].meaning
+            lines.append(f"input  {node.target}: {type_text(graph, node)}    # {meaning}")
+    for name, state in graph.states.items():
+        if is_shown(name.removeprefix("state."), layers):
+            dims = ", ".join(str(d) for d in (state.symbol, *state.shape))
+            lines.append(f"state  {name}: {dtype_text(state.dtype)}[{dims}]")
+    module = None
+    for node in shown:
+        if node.meta["module"] != module:
+            module = node.meta["module"]
+            lines += ["", f"{module or '(top)'}:"]
+        source = f"    # {node.meta['source']}" if node.meta["source"] else ""
+        call = f"%{node.name} = {call_text(graph, node)}: {type_text(graph, node)}"
+        lines.append(f"  {call}{source}")
+    lines += [
+        "",
+        f"return {argument_text(graph, graph.output)}: {type_text(graph, graph.output)}",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def layer_of(module: str) -> int | None:
+    """The layer of a module path, or None outside of layers."""
+    found = re.match(r"layers\.(\d+)", module)
+    return int(found[1]) if found else None
+
+
+def is_shown(module: str, layers: Collection[int]) -> bool:
+    """Whether a listing of `layers` shows what belongs to a module."""
+    layer = layer_of(module)
+    return not layers or layer is None or layer in layers
