@@ -247,6 +247,13 @@ class EngineConfig:
     compiler: CompilerOptions = dataclasses.field(default_factory=CompilerOptions)
     runtime: RuntimeOptions = dataclasses.field(default_factory=RuntimeOptions)
 
+    def __post_init__(self) -> None:
+        if self.compiler.mode == "reference" and self.runtime.async_scheduling:
+            raise UserError(
+                "runtime.async_scheduling=true: compiler.mode='reference' begins every step with "
+                "the whole sequence, so it must have seen it; choose false or null, or another mode"
+            )
+
     @classmethod
     def from_mapping(cls, data: object) -> EngineConfig:
         """The config from nested plain mappings, one a group; absent groups keep their defaults.

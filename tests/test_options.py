@@ -257,3 +257,7 @@ def test_reference_mode_compiles_nothing():
     message = r"so compiler.dump_dir, compiler.verify cannot be honoured"
     with pytest.raises(UserError, match=message):
         CompilerOptions(mode="reference", dump_dir="dump", verify=True)
+    model, reference = ModelOptions(path="asset://tiny"), CompilerOptions(mode="reference")
+    with pytest.raises(UserError, match=r"runtime.async_scheduling=true: .* choose false or null"):
+        EngineConfig(model, reference, RuntimeOptions(async_scheduling=True))
+    assert EngineConfig(model, reference).runtime.async_scheduling is None

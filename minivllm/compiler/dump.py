@@ -26,6 +26,7 @@ from minivllm.compiler.graph import Graph
 from minivllm.compiler.listing import format_graph
 from minivllm.compiler.report import CallRow, Report, StageRow, alike, write_report
 from minivllm.compiler.runner import PassReport
+from minivllm.compiler.text import dtype_text
 from minivllm.compiler.text_diff import unified
 from minivllm.errors import UserError
 from minivllm.model.config import MiniQwenConfig
@@ -82,7 +83,7 @@ class Dump:
         self.calls.setdefault(phase, []).append(
             [CallRow(node.name, node.meta["module"], cost) for node, cost in costs.items()]
         )
-        self.dtype = str(graph.dtype).removeprefix("torch.")
+        self.dtype = dtype_text(graph.dtype)
 
     def finish(self, reports: Sequence[PassReport], seconds: Mapping[str, float]) -> None:
         """Write the summary, the times and the report.

@@ -144,7 +144,6 @@ class Engine:
                 max_num_seqs=self.max_num_seqs,
                 max_num_batched_tokens=options.runtime.max_num_batched_tokens,
                 max_model_len=self.max_model_len,
-                block_size=BLOCK_SIZE,
                 snapshot_interval=cache.snapshot_interval,
                 prefix_caching=cache.enabled and self.compiled is not None,
                 max_logits_rows=LOGITS_ROWS,

@@ -45,7 +45,6 @@ class SchedulerLimits:
         max_num_seqs: most running requests, forks that are to begin included.
         max_num_batched_tokens: most prefill tokens in a step; decode rows do not count.
         max_model_len: longest sequence, prompt and output.
-        block_size: tokens in a KV block.
         snapshot_interval: tokens between snapshots of a long sequence; 0: none.
         prefix_caching: whether anything is looked up or left behind at all.
         max_logits_rows: most tokens in a step of prompts whose log-probabilities are wanted.
@@ -56,7 +55,6 @@ class SchedulerLimits:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
-    block_size: int = BLOCK_SIZE
     snapshot_interval: int = 0
     prefix_caching: bool = True
     max_context_tokens: int | None = None
@@ -83,7 +81,6 @@ class Scheduler:
         slots: StateSlots,
         snapshots: SnapshotPool | None,
     ) -> None:
-        assert limits.block_size == blocks.block_size, "two block sizes"
         self.limits = limits
         self.blocks = blocks
         self.slots = slots
@@ -315,10 +312,6 @@ class Scheduler:
             self._release(request)
             self._promote(request, self._waiting)
         request.status = Status.FINISHED
-
-    def abort(self, request: Request) -> None:
-        """End a request whose output nobody wants any more, at any stage."""
-        self.finish(request)
 
     def _promote(self, request: Request, queue: list[Request]) -> None:
         """The first fork of a request that leaves becomes the head, in its place and progress.

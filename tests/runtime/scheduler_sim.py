@@ -271,7 +271,7 @@ class Sim:
         self.device.forget(request)
 
     def abort(self, request: Request) -> None:
-        self.scheduler.abort(request)
+        self.scheduler.finish(request)
         self.leave(request)
 
     def run(self, most: int = 10_000) -> None:

@@ -350,7 +350,7 @@ def test_an_end_may_come_twice_and_at_any_stage():
     for request in (prefilling, decoding):
         sim.abort(request)
         sim.scheduler.check_integrity()
-        sim.scheduler.abort(request)
+        sim.scheduler.finish(request)
         sim.scheduler.finish(request, publish=False)
         assert request.status is Status.FINISHED and request.blocks == []
     sim.check_idle()
@@ -456,9 +456,8 @@ def test_equal_calls_give_equal_steps():
 def test_limits_and_pools_must_agree():
     with pytest.raises(AssertionError):
         SchedulerLimits(max_num_seqs=0, max_num_batched_tokens=1, max_model_len=1)
-    limits = SchedulerLimits(1, 1, 10, block_size=32)
-    with pytest.raises(AssertionError, match="two block sizes"):
-        Scheduler(limits, BlockManager(4, 64), StateSlots(2), None)
+    with pytest.raises(AssertionError, match="blocks of 32, not 64"):
+        Scheduler(SchedulerLimits(1, 1, 10), BlockManager(4, 32), StateSlots(2), None)
 
 
 def test_no_snapshot_pool_is_no_cache():
