@@ -448,8 +448,7 @@ def measure(
         raise SystemExit(f"{name}, {tokens} tokens, {implementation.name}: {wrong}")
     moved = traffic(op, sets[0], outputs_of(implementation.call(*sets[0])))
     attention = name.startswith("paged_attention")
-    # torch's attention asks the device for the lengths
-    captured = implementation.name != "fla" and not (attention and implementation.name == "torch")
+    captured = implementation.capturable
     us = time_call(implementation.call, sets[: sets_for(moved)], captured)
     floor = moved / BANDWIDTH * 1e6
     state = str(shapes.state_dtype).removeprefix("torch.") if "delta_rule" in name else ""

@@ -1,4 +1,7 @@
-"""The named ops: those that mix tokens, and the fusions that compiler passes put into a graph."""
+"""The named ops: those that mix tokens, and the fusions that compiler passes put into a graph.
+
+And those around the decode graph (`decode_step`).
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from minivllm.ops.causal_conv1d_slots import (
     CAUSAL_CONV1D_DECODE_SLOTS,
     CAUSAL_CONV1D_PREFILL_SLOTS,
 )
+from minivllm.ops.decode_step import DECODE_INPUTS, GREEDY_TOKENS
 from minivllm.ops.fused_gated_delta_rule import (
     FUSED_GATED_DELTA_RULE,
     FUSED_GATED_DELTA_RULE_DECODE,
@@ -74,6 +78,8 @@ OPS: dict[str, Op] = {
         LINEAR_ADD_RMS_NORM,
         GATED_RMS_NORM_LINEAR_ADD_RMS_NORM,
         SIGMOID_MUL_LINEAR_ADD_RMS_NORM,
+        DECODE_INPUTS,
+        GREEDY_TOKENS,
     )
 }
 

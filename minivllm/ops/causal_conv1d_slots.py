@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from minivllm.ops import fla
@@ -21,7 +22,7 @@ from minivllm.ops.causal_conv1d import CAUSAL_CONV1D_PREFILL, define_update, def
 from minivllm.ops.examples import columns, pool, scattered_slots, vector
 from minivllm.ops.kernels import kernel
 from minivllm.ops.op import Implementation, define_op
-from minivllm.ops.slots import initial_states, keep_final_states
+from minivllm.ops.slots import by_segments
 
 
 def define_decode_slots(x: Tensor, weight: Tensor, state: Tensor, slots: Tensor) -> Tensor:
@@ -53,6 +54,7 @@ def define_prefill_slots(
     num_computed_tokens: Tensor,
     cu_seqlens: Tensor,
     chunk_indices: Tensor,
+    chunk_slots: Tensor | None = None,
 ) -> Tensor:
     """Packed sequences.
 
@@ -62,14 +64,19 @@ def define_prefill_slots(
         slots: `[N]`, int64.
         num_computed_tokens: `[N]`, int32; 0: starts from zeros, whatever the slot holds.
         cu_seqlens: `[N + 1]`, int32; chunk_indices: `[chunks, 2]`, int32.
+        chunk_slots: `[chunks]`, int32: an entry of the pool that also gets the state behind a
+            chunk, all different and none of `slots`; 0: none.
 
     Returns:
         y `[T, C]` in x's dtype.
     """
-    initial = initial_states(state, slots, num_computed_tokens)
-    y, final = define_varlen(x, weight, initial, cu_seqlens, chunk_indices)
-    keep_final_states(state, slots, cu_seqlens, final)
-    return y.contiguous()
+
+    def run(places: Tensor, initial: Tensor, *metadata: Tensor) -> tuple[Tensor, Tensor]:
+        return define_varlen(x[places], weight, initial, *metadata)
+
+    return by_segments(
+        run, state, slots, num_computed_tokens, cu_seqlens, chunk_indices, chunk_slots
+    ).contiguous()
 
 
 def _prefill_slots(
@@ -80,12 +87,17 @@ def _prefill_slots(
     num_computed_tokens: Tensor,
     cu_seqlens: Tensor,
     chunk_indices: Tensor,
+    chunk_slots: Tensor | None = None,
 ) -> Tensor:
     """All sequences at once."""
-    initial = initial_states(state, slots, num_computed_tokens)
-    y, final = CAUSAL_CONV1D_PREFILL.overload(x, weight, initial, cu_seqlens, chunk_indices)
-    keep_final_states(state, slots, cu_seqlens, final)
-    return y
+
+    def run(places: Tensor, initial: Tensor, *metadata: Tensor) -> tuple[Tensor, Tensor]:
+        y, final = CAUSAL_CONV1D_PREFILL.overload(x[places], weight, initial, *metadata)
+        return y, final
+
+    return by_segments(
+        run, state, slots, num_computed_tokens, cu_seqlens, chunk_indices, chunk_slots
+    )
 
 
 def _prefill_slots_fake(
@@ -96,11 +108,12 @@ def _prefill_slots_fake(
     num_computed_tokens: Tensor,
     cu_seqlens: Tensor,
     chunk_indices: Tensor,
+    chunk_slots: Tensor | None = None,
 ) -> Tensor:
     return x.new_empty(x.shape)
 
 
-CHANNELS, TAPS, SLOTS = 40, 4, 9  # of the examples; slots that no sequence has are NaN
+CHANNELS, TAPS, SLOTS = 40, 4, 12  # of the examples; slots that no sequence has are NaN
 
 
 def _decode_slots_examples(generator: torch.Generator, dtype: torch.dtype) -> list[tuple[Any, ...]]:
@@ -118,20 +131,23 @@ def _prefill_slots_examples(
     generator: torch.Generator, dtype: torch.dtype
 ) -> list[tuple[Any, ...]]:
     examples = []
-    for lengths, computed in (
-        ((1,), (0,)),
-        ((7, 1, 64), (9, 0, 64)),
-        ((3, 0, 130, 2), (0, 7, 64, 3)),
+    for lengths, computed, kept in (
+        ((1,), (0,), None),
+        ((7, 1, 64), (9, 0, 64), None),
+        ((130, 66), (64, 0), (0, 1, 2, 3, 0)),
+        ((2, 1, 64), (9, 0, 64), (1, 2, 3)),
+        ((3, 0, 130, 2), (0, 7, 64, 3), (1, 2, 3, 4, 0)),
     ):
         (x,) = columns(generator, dtype, sum(lengths), (CHANNELS,))
-        slots = scattered_slots(generator, len(lengths), SLOTS)
+        entries = scattered_slots(generator, len(lengths) + max(kept or (0,)), SLOTS)
+        slots, entries = entries[: len(lengths)], F.pad(entries[len(lengths) :], (1, 0))
         states = vector(generator, dtype, len(lengths), CHANNELS, TAPS)
         num_computed_tokens = torch.tensor(computed, dtype=torch.int32)
         states[num_computed_tokens == 0] = torch.nan  # a recycled slot
         weight = vector(generator, dtype, CHANNELS, TAPS)
         examples.append(
             (x, weight, pool(states, slots, SLOTS), slots, num_computed_tokens,
-             *fla.chunk_metadata(lengths))
+             *fla.chunk_metadata(lengths), kept and entries[list(kept)].int())
         )  # fmt: skip
     return examples
 
@@ -158,7 +174,8 @@ CAUSAL_CONV1D_DECODE_SLOTS = define_op(
 
 CAUSAL_CONV1D_PREFILL_SLOTS = define_op(
     "causal_conv1d_prefill_slots(Tensor x, Tensor weight, Tensor(a!) state, Tensor slots, "
-    "Tensor num_computed_tokens, Tensor cu_seqlens, Tensor chunk_indices) -> Tensor",
+    "Tensor num_computed_tokens, Tensor cu_seqlens, Tensor chunk_indices, "
+    "Tensor? chunk_slots=None) -> Tensor",
     definition=define_prefill_slots,
     fake=_prefill_slots_fake,
     implementations=(

@@ -98,7 +98,7 @@ def _varlen(
     return rule(*rows, initial_state, cu_seqlens, chunk_indices)
 
 
-def varlen_fla(
+def _varlen_fla(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -111,10 +111,14 @@ def varlen_fla(
     chunk_indices: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """FLA's chunked kernels; beta is not rounded there."""
-    o, final_state = delta_rule_by_chunks(
-        q, k, v, a, b, A_log, dt_bias, initial_state, cu_seqlens, chunk_indices
+    sequences = initial_state.shape[0]
+    final_state = initial_state.clone(memory_format=torch.contiguous_format)
+    slots = torch.arange(sequences, device=v.device)
+    started = torch.ones(sequences, dtype=torch.int32, device=v.device)
+    o = delta_rule_by_chunks(
+        q, k, v, a, b, A_log, dt_bias, final_state, slots, started, cu_seqlens, chunk_indices
     )
-    return o, final_state.to(initial_state.dtype)
+    return o, final_state
 
 
 def _varlen_fake(
@@ -264,7 +268,7 @@ FUSED_GATED_DELTA_RULE_PREFILL = define_op(
     fake=_varlen_fake,
     implementations=(
         Implementation("torch", _varlen, capturable=False),
-        Implementation("fla", varlen_fla, ("cuda",), HALF_DTYPES, package="fla"),
+        Implementation("fla", _varlen_fla, ("cuda",), HALF_DTYPES, package="fla"),
     ),
     examples=_varlen_examples,
     tolerance=PREFILL_TOLERANCE,

@@ -31,7 +31,7 @@ from minivllm.ops.fused_gated_delta_rule import (
 )
 from minivllm.ops.kernels import kernel
 from minivllm.ops.op import HALF_DTYPES, Implementation, define_op
-from minivllm.ops.slots import initial_states, keep_final_states
+from minivllm.ops.slots import by_segments
 
 
 def define_decode_slots(
@@ -44,6 +44,7 @@ def define_decode_slots(
     dt_bias: Tensor,
     state: Tensor,
     slots: Tensor,
+    early: bool = False,
 ) -> Tensor:
     """One more token for each of N sequences.
 
@@ -51,6 +52,8 @@ def define_decode_slots(
         q, k: `[N, HK, K]`; v: `[N, HV, V]`; a, b: `[N, HV]`; A_log, dt_bias: `[HV]`.
         state: `[S, HV, V, K]`; changed at `slots`.
         slots: `[N]`, int64.
+        early: neither slots nor states are written by what was launched since the last kernel that
+            waits for all earlier ones; a kernel may then read them before q, k and v are there.
 
     Returns:
         o `[N, HV, V]` in v's dtype.
@@ -70,6 +73,7 @@ def _decode_slots_fake(
     dt_bias: Tensor,
     state: Tensor,
     slots: Tensor,
+    early: bool = False,
 ) -> Tensor:
     return v.new_empty(v.shape)
 
@@ -87,6 +91,7 @@ def define_prefill_slots(
     num_computed_tokens: Tensor,
     cu_seqlens: Tensor,
     chunk_indices: Tensor,
+    chunk_slots: Tensor | None = None,
 ) -> Tensor:
     """Packed sequences.
 
@@ -96,16 +101,22 @@ def define_prefill_slots(
         slots: `[N]`, int64.
         num_computed_tokens: `[N]`, int32; 0: starts from zeros, whatever the slot holds.
         cu_seqlens: `[N + 1]`, int32; chunk_indices: `[chunks, 2]`, int32.
+        chunk_slots: `[chunks]`, int32: an entry of the pool that also gets the state behind a
+            chunk, all different and none of `slots`; 0: none.
 
     Returns:
         o `[T, HV, V]` in v's dtype.
     """
-    initial = initial_states(state, slots, num_computed_tokens)
-    o, final = define_varlen(
-        q, k, v, a, b, A_log, dt_bias, initial, cu_seqlens, chunk_indices
-    )  # fmt: skip
-    keep_final_states(state, slots, cu_seqlens, final)
-    return o
+
+    def run(
+        places: Tensor, initial: Tensor, cu_seqlens: Tensor, chunk_indices: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        raw = (q[places], k[places], v[places], a[places], b[places], A_log, dt_bias)
+        return define_varlen(*raw, initial, cu_seqlens, chunk_indices)
+
+    return by_segments(
+        run, state, slots, num_computed_tokens, cu_seqlens, chunk_indices, chunk_slots
+    )
 
 
 def _prefill_slots(
@@ -121,41 +132,18 @@ def _prefill_slots(
     num_computed_tokens: Tensor,
     cu_seqlens: Tensor,
     chunk_indices: Tensor,
+    chunk_slots: Tensor | None = None,
 ) -> Tensor:
     """`define_prefill_slots` by chunks."""
-    initial = initial_states(state, slots, num_computed_tokens)
-    o, final = FUSED_GATED_DELTA_RULE_PREFILL.overload(
-        q, k, v, a, b, A_log, dt_bias, initial, cu_seqlens, chunk_indices
+
+    def run(places: Tensor, *initial: Tensor) -> tuple[Tensor, Tensor]:
+        rows = (x[places] for x in (q, k, v, a, b))
+        o, final = FUSED_GATED_DELTA_RULE_PREFILL.overload(*rows, A_log, dt_bias, *initial)
+        return o, final
+
+    return by_segments(
+        run, state, slots, num_computed_tokens, cu_seqlens, chunk_indices, chunk_slots
     )
-    keep_final_states(state, slots, cu_seqlens, final)
-    return o
-
-
-_gather_states = kernel("slots", "gather_states")
-_scatter_states = kernel("slots", "scatter_states")
-
-
-def _prefill_slots_fla(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    state: Tensor,
-    slots: Tensor,
-    num_computed_tokens: Tensor,
-    cu_seqlens: Tensor,
-    chunk_indices: Tensor,
-) -> Tensor:
-    """FLA's kernels between our own gather and scatter; their states are float32."""
-    initial = _gather_states(state, slots, num_computed_tokens)
-    o, final = delta_rule_by_chunks(
-        q, k, v, a, b, A_log, dt_bias, initial, cu_seqlens, chunk_indices
-    )
-    _scatter_states(final, state, slots, cu_seqlens)
-    return o
 
 
 def _prefill_slots_fake(
@@ -171,6 +159,7 @@ def _prefill_slots_fake(
     num_computed_tokens: Tensor,
     cu_seqlens: Tensor,
     chunk_indices: Tensor,
+    chunk_slots: Tensor | None = None,
 ) -> Tensor:
     return v.new_empty(v.shape)
 
@@ -185,7 +174,7 @@ def _decode_slots_examples(generator: torch.Generator, dtype: torch.dtype) -> li
         rows = example_rows(generator, dtype, sequences, key_heads)
         slots = scattered_slots(generator, sequences, SLOTS)
         states = example_states(generator, sequences).to(state_dtype)
-        examples.append((*rows, pool(states, slots, SLOTS), slots))
+        examples.append((*rows, pool(states, slots, SLOTS), slots, sequences > 1))
     return examples
 
 
@@ -193,19 +182,23 @@ def _prefill_slots_examples(
     generator: torch.Generator, dtype: torch.dtype
 ) -> list[tuple[Any, ...]]:
     examples = []
-    for lengths, computed, state_dtype in (
-        ((1,), (0,), torch.float32),
-        ((64, 3), (64, 0), dtype),
-        ((5, 0, 129, 1), (0, 7, 64, 3), torch.float32),
+    for lengths, computed, state_dtype, kept in (
+        ((1,), (0,), torch.float32, None),
+        ((64, 3), (64, 0), dtype, None),
+        ((5, 0, 129, 1), (0, 7, 64, 3), torch.float32, None),
+        ((65,), (64,), torch.float32, (1, 0)),
+        ((5, 0, 192, 64), (0, 7, 64, 0), dtype, (1, 2, 0, 3, 4)),
     ):
         rows = example_rows(generator, dtype, sum(lengths), 2)
-        slots = scattered_slots(generator, len(lengths), SLOTS)
+        places = scattered_slots(generator, len(lengths) + (max(kept) if kept else 0), SLOTS)
+        slots, entries = places[: len(lengths)], torch.cat([torch.zeros(1), places[len(lengths) :]])
         states = example_states(generator, len(lengths)).to(state_dtype)
         num_computed_tokens = torch.tensor(computed, dtype=torch.int32)
         states[num_computed_tokens == 0] = torch.nan  # a recycled slot
+        chunk_slots = None if kept is None else entries.int()[list(kept)]
         examples.append(
             (*rows, pool(states, slots, SLOTS), slots, num_computed_tokens,
-             *fla.chunk_metadata(lengths))
+             *fla.chunk_metadata(lengths), chunk_slots)
         )  # fmt: skip
     return examples
 
@@ -216,7 +209,7 @@ _ARGUMENTS = (
 )
 
 FUSED_GATED_DELTA_RULE_DECODE_SLOTS = define_op(
-    f"fused_gated_delta_rule_decode_slots({_ARGUMENTS}) -> Tensor",
+    f"fused_gated_delta_rule_decode_slots({_ARGUMENTS}, bool early=False) -> Tensor",
     definition=define_decode_slots,
     fake=_decode_slots_fake,
     implementations=(
@@ -234,12 +227,12 @@ FUSED_GATED_DELTA_RULE_DECODE_SLOTS = define_op(
 
 FUSED_GATED_DELTA_RULE_PREFILL_SLOTS = define_op(
     f"fused_gated_delta_rule_prefill_slots({_ARGUMENTS}, Tensor num_computed_tokens, "
-    "Tensor cu_seqlens, Tensor chunk_indices) -> Tensor",
+    "Tensor cu_seqlens, Tensor chunk_indices, Tensor? chunk_slots=None) -> Tensor",
     definition=define_prefill_slots,
     fake=_prefill_slots_fake,
     implementations=(
         Implementation("torch", _prefill_slots, capturable=False),
-        Implementation("fla", _prefill_slots_fla, ("cuda",), HALF_DTYPES, package="fla"),
+        Implementation("fla", delta_rule_by_chunks, ("cuda",), HALF_DTYPES, package="fla"),
     ),
     examples=_prefill_slots_examples,
     tolerance=PREFILL_TOLERANCE,

@@ -117,7 +117,7 @@ class Op:
             if obstacle is None:
                 chosen = implementation
                 break
-            if obstacle.startswith("needs the package"):
+            if missing is None and obstacle.startswith("needs the package"):
                 missing = f"{self.name}: {implementation.name} {obstacle}"
         return chosen, missing and f"{missing}; {chosen.name} is used, which is slower"
 

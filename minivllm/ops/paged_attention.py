@@ -354,6 +354,12 @@ PAGED_ATTENTION_PREFILL = define_op(
     fake=_prefill_fake,
     implementations=(
         Implementation("torch", _prefill, capturable=False),
+        Implementation(
+            "triton",
+            kernel("prefill_attention", "paged_attention_prefill"),
+            ("cuda",),
+            package="triton",
+        ),
         Implementation("flash_attn", _prefill_flash, ("cuda",), HALF_DTYPES, "flash_attn"),
     ),
     examples=_prefill_examples,

@@ -1,4 +1,4 @@
-"""The kernel in front of FLA's, and the convolution over padded indices, in the interpreter.
+"""The kernels around FLA's, and the convolution over padded indices, in the interpreter.
 
 Run by `test_fla_chunks.py`, in a process of its own.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 
+import chunk_state_arguments as states
 import pytest
 import torch
 import torch.nn.functional as F
@@ -76,6 +77,30 @@ def test_half_precision_rounds_once() -> None:
         torch.testing.assert_close(actual, expected, rtol=2**-10, atol=2**-14)
     assert_near(x.beta, rows[4].float().sigmoid(), 1e-6)
     assert_near(x.decay[64:].exp2(), g[64:].cumsum(0).exp(), 1e-6)
+
+
+@pytest.mark.parametrize("key_heads", [1, 2, 4])
+@pytest.mark.parametrize(
+    "lengths, computed, kept",
+    [
+        ((1,), (0,), {}),
+        ((64, 3), (64, 0), {0: 5}),
+        ((5, 0, 192, 64), (0, 7, 64, 0), {1: 6, 2: 7, 4: 8}),
+        ((0, 130), (3, 1), {2: 4}),
+    ],
+    ids=str,
+)
+def test_states(
+    lengths: tuple[int, ...], computed: tuple[int, ...], kept: dict[int, int], key_heads: int
+) -> None:
+    """States, corrections and snapshots; what no chunk or token owns stays as it was."""
+    torch.manual_seed(0)
+    arguments = states.arguments(lengths, computed, kept=kept, entries=9, key_heads=key_heads)
+    expected = states.expected(arguments)
+    before, corrections = kernel("chunk_states", "chunk_states")(*arguments)
+    for actual, wanted in zip((before, corrections, arguments.state), expected, strict=True):
+        assert torch.equal(actual.isnan(), wanted.isnan())
+        assert_near(actual.nan_to_num(), wanted.float().nan_to_num(), 1e-6)
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)

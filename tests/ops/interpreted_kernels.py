@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import chunk_state_arguments as states
 import numpy as np
 import pytest
 import test_ops
@@ -32,10 +33,10 @@ from minivllm.ops.fla import chunk_metadata
 from minivllm.ops.kernels import kernel
 from minivllm.ops.kernels.numerics import softplus
 from minivllm.ops.paged_attention import BLOCK_SIZE, MAX_SPLITS
-from minivllm.ops.slots import initial_states, keep_final_states
 
 assert triton.knobs.runtime.interpret, "run by test_kernels_interpreted.py"
 
+chunk_states = kernel("chunk_states", "chunk_states")
 KERNELS = {
     name: implementation
     for name, op in OPS.items()
@@ -43,6 +44,7 @@ KERNELS = {
     if implementation.package == "triton"
 }
 LINEARS = tuple(name for name in OPS if "linear" in name)
+STEP = ("decode_inputs", "greedy_tokens")  # around the decode graph
 TRUNCATION = 3
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -95,7 +97,9 @@ def test_every_kernel_is_here() -> None:
         "causal_conv1d_decode_slots",
         "fused_gated_delta_rule_decode_slots",
         "paged_kv_write",
+        "paged_attention_prefill",
         "paged_attention_decode",
+        *STEP,
         *LINEARS,
     }
 
@@ -122,6 +126,8 @@ def assert_shapes(sets: Iterable[tuple[str, list[tuple[Any, ...]]]], names: Iter
     ran = set()
     for name, (args, *_) in sets:
         if name in KERNELS:
+            left_out = len(OPS[name].overload._schema.arguments) - len(args)
+            args = (*args, *[None] * left_out)
             wrong = mismatch(tolerant(name), KERNELS[name].call, args, torch.bfloat16)
             assert wrong is None, f"{name}: {wrong}"
             ran.add(name)
@@ -135,7 +141,12 @@ def test_the_shapes_of_a_model(model: str, tokens: int) -> None:
     prefill = "causal_conv1d_prefill_slots"
     shapes = Shapes(config, torch.bfloat16, "cpu")
     # thousands of programs a product at real sizes: bench/linear.py checks them, on a GPU
-    left_out = {prefill, *(LINEARS if model == "miniqwen08b" else ())}
+    left_out = {
+        prefill,
+        "paged_attention_prefill",
+        *STEP,
+        *(LINEARS if model == "miniqwen08b" else ()),
+    }
     decode = (s for s in shapes.decode(tokens) if s[0] not in left_out)
     assert_shapes(decode, KERNELS.keys() - left_out)
     assert_shapes(shapes.stateful("prefill", 1, 65, 1), {prefill})
@@ -264,16 +275,18 @@ def assert_as_defined(name: str, args: tuple[Any, ...], rows: slice = slice(None
 )
 def test_padding_rows_share_a_slot_of_nan(name: str) -> None:
     """Their outputs are written, whatever they are, and reach no other row."""
-    args = example(name)
-    args[-1][[1, 3, 4]] = 0
-    op, exact = OPS[name], test_ops.clones(args)
+    args, op = example(name), OPS[name]
+    at = [a.name for a in op.overload._schema.arguments].index("state")
+    state, slots = args[at : at + 2]
+    slots[[1, 3, 4]] = 0
+    exact = test_ops.clones(args)
     y, expected = KERNELS[name].call(*args), op.definition(*exact)
     real = torch.tensor([0, 2])
     test_ops.assert_near(y[real], expected[real], op.tolerance[torch.float32])
-    slots = args[-1][real]
-    test_ops.assert_near(args[-2][slots], exact[-2][slots], op.tolerance[torch.float32])
-    assert args[-2][1:].isnan().any(), "no slot was poisoned"
-    args[-2][0] = 1.0  # now with a clean padding slot: every row must come out finite
+    places = slots[real]
+    test_ops.assert_near(state[places], exact[at][places], op.tolerance[torch.float32])
+    assert state[1:].isnan().any(), "no slot was poisoned"
+    state[0] = 1.0  # now with a clean padding slot: every row must come out finite
     assert KERNELS[name].call(*args).isfinite().all()
 
 
@@ -286,6 +299,40 @@ def test_padding_sequences_of_a_prefill_share_a_slot() -> None:
     args[4][[1, 3]] = 0
     args[5:] = chunk_metadata(lengths)
     assert_as_defined(name, tuple(args))
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+@pytest.mark.parametrize("computed", [0, 5])
+@pytest.mark.parametrize("length", [1, 3, 4, 16, 63, 64, 65, 67, 129, 192])
+def test_states_behind_chunks(length: int, computed: int, backwards: bool) -> None:
+    """What a sequence that is cut there would leave, and all else as without them."""
+    name = "causal_conv1d_prefill_slots"
+    call = KERNELS[name].call
+    torch.manual_seed(0)
+    x, weight = torch.randn(length + 2, 40), torch.randn(40, 4)
+    pool = torch.randn(9, 40, 4)
+    pool[1 if computed else 2] = torch.nan  # what no sequence may read
+    slots = torch.tensor([2, 8])
+    counts = torch.tensor([computed, 1], dtype=torch.int32)
+    cu_seqlens, chunk_indices = chunk_metadata([length, 2])
+    chunks = len(chunk_indices)
+    entries = torch.tensor([*(3, 0, 5, 6)[: chunks - 1], 4], dtype=torch.int32)
+    if backwards:
+        chunk_indices, entries = chunk_indices.flip(0), entries.flip(0)
+    expected_state, state = pool.clone(), pool.clone()
+    expected = call(x, weight, expected_state, slots, counts, cu_seqlens, chunk_indices)
+    actual = call(x, weight, state, slots, counts, cu_seqlens, chunk_indices, entries)
+    assert torch.equal(actual, expected) and expected.isfinite().all()
+    for (n, chunk), entry in zip(chunk_indices.tolist(), entries.tolist(), strict=True):
+        start, end = cu_seqlens[n : n + 2].tolist()
+        cut = x[start : min(end, start + 64 * (chunk + 1))]
+        metadata = chunk_metadata([len(cut)])
+        cut_state = pool.clone()
+        call(cut, weight, cut_state, slots[n : n + 1], counts[n : n + 1], *metadata)
+        if entry:
+            expected_state[entry] = cut_state[slots[n]]
+            assert cut_state[slots[n]].isfinite().all()
+    torch.testing.assert_close(state, expected_state, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 63, 64, 65, 129])
@@ -304,8 +351,13 @@ def test_convolution_lengths(length: int, computed: int) -> None:
 def test_chunks_run_in_any_order() -> None:
     """The last chunk of a sequence may be done before its first has read the slot."""
     name = "causal_conv1d_prefill_slots"
-    *args, chunk_indices = example(name)
-    assert_as_defined(name, (*args, chunk_indices.flip(0)))
+    *args, chunk_indices, chunk_slots = example(name)
+    exact = test_ops.clones(tuple(args))
+    actual = KERNELS[name].call(*args, chunk_indices.flip(0), chunk_slots.flip(0))
+    expected = OPS[name].definition(*exact, chunk_indices, chunk_slots)
+    tolerance = OPS[name].tolerance[torch.float32]
+    test_ops.assert_near(actual, expected, tolerance)
+    test_ops.assert_near(args[2], exact[2], tolerance)
 
 
 def test_a_sequence_without_tokens_leaves_its_slot_alone() -> None:
@@ -318,23 +370,6 @@ def test_a_sequence_without_tokens_leaves_its_slot_alone() -> None:
     assert_as_defined(name, args)
     for n, same in enumerate((False, True, False, True)):
         assert torch.equal(state[slots[n]], before[slots[n]]) == same
-
-
-@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
-def test_gather_and_scatter_of_states(state_dtype: str) -> None:
-    state = torch.randn(7, 3, 5, 17).to(DTYPES[state_dtype])
-    state[[0, 2]] = torch.nan  # nobody's, and a recycled one
-    slots = torch.tensor([4, 2, 6])
-    computed = torch.tensor([3, 0, 1], dtype=torch.int32)
-    gathered = kernel("slots", "gather_states")(state, slots, computed)
-    assert gathered.dtype == torch.float32
-    assert torch.equal(gathered, initial_states(state.float(), slots, computed))
-    final = torch.randn(3, 3, 5, 17).to(DTYPES[state_dtype]).float()
-    cu_seqlens = torch.tensor([0, 2, 2, 9], dtype=torch.int32)
-    expected = state.clone()
-    keep_final_states(expected, slots, cu_seqlens, final.to(state.dtype))
-    kernel("slots", "scatter_states")(final, state, slots, cu_seqlens)
-    torch.testing.assert_close(state, expected, rtol=0, atol=0, equal_nan=True)
 
 
 FAR = 8195  # a slot whose offset, at 262,144 elements a slot, no 32 bits hold
@@ -370,21 +405,31 @@ def test_far_slots(name: str, far: Any) -> None:
     near, slots = args[at].nan_to_num(), args[at + 1]
     args[at], expected_args = near, test_ops.clones(tuple(args))
     expected = KERNELS[name].call(*expected_args)
-    pool = far(FAR + 1, *near.shape[1:])
-    far_slots = slots + FAR - slots.max()
-    pool[far_slots] = near[slots]
-    args[at : at + 2] = pool, far_slots
+    pool, shift = far(FAR + 1, *near.shape[1:]), FAR + 1 - near.shape[0]
+    pool[slots + shift] = near[slots]
+    args[at : at + 2] = pool, slots + shift
+    if name == "causal_conv1d_prefill_slots":
+        kept = args[-1][args[-1] > 0].long()
+        args[-1] = torch.where(args[-1] > 0, args[-1] + shift, 0).int()
+        slots = torch.cat([slots, kept])
     assert torch.equal(KERNELS[name].call(*args), expected)
-    assert torch.equal(pool[far_slots], expected_args[at][slots])
+    assert torch.equal(pool[slots + shift], expected_args[at][slots])
 
 
-def test_far_states_are_gathered_and_scattered(far: Any) -> None:
-    pool, slots = far(FAR + 1, 2, 3, 8), torch.tensor([FAR, 5, FAR - 2])
-    states = torch.randn(3, 2, 3, 8).bfloat16().float()
-    cu_seqlens = torch.tensor([0, 1, 2, 3], dtype=torch.int32)
-    kernel("slots", "scatter_states")(states, pool, slots, cu_seqlens)
-    assert torch.equal(pool[slots].float(), states)
-    assert torch.equal(kernel("slots", "gather_states")(pool, slots, cu_seqlens[1:]), states)
+def test_far_states_by_chunks(far: Any) -> None:
+    """The state that a sequence starts from, where it ends, and a snapshot between."""
+    near = states.arguments([65, 3], [64, 0], entries=7, kept={0: 5}, K=8, V=3, heads=2)
+    pool, at = far(FAR + 1, 2, 3, 8), near.state.shape[0] - 1
+    far_places = near._replace(
+        state=pool,
+        slots=near.slots + FAR - at,
+        chunk_slots=torch.where(near.chunk_slots > 0, near.chunk_slots + FAR - at, 0).int(),
+    )
+    pool[FAR - at :] = near.state.nan_to_num().bfloat16()
+    near = near._replace(state=near.state.nan_to_num().bfloat16())
+    for got, expected in zip(chunk_states(*far_places), chunk_states(*near), strict=True):
+        assert torch.equal(got, expected)
+    assert torch.equal(pool[FAR - at :], near.state)
 
 
 def test_far_blocks(far: Any) -> None:
@@ -611,6 +656,82 @@ def test_keys_may_be_their_own_values() -> None:
     block_size = k_cache.shape[1]
     for cache in (k_cache, v_cache):
         assert torch.equal(cache[places // block_size, places % block_size], k)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("many", [(1, 2, 4), (4, 2, 1), (4, 4, 4), (8, 1, 2)])
+def test_rotations_of_many_tokens(
+    many: tuple[int, int, int], dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiles of several tokens, filled and not, and of more heads than there are."""
+    from minivllm.ops.kernels import qk_norm_rope
+
+    monkeypatch.setattr(qk_norm_rope, "MANY_TOKENS", 1)
+    monkeypatch.setattr(qk_norm_rope, "TILE_OF_MANY", many)
+    if dtype == "float32":
+        test_the_examples("qk_norm_rope")
+    elif dtype == "bfloat16":
+        test_the_examples_in_bfloat16("qk_norm_rope")
+    else:
+        test_roundings_stand_where_torch_has_them("qk_norm_rope")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("limit", [1, 15, 16, 17, 64, 65, 1000])
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_greedy_tokens_of_several_parts(
+    rows: int, limit: int, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts of one block and of several; the lowest of equals wherever they lie."""
+    from minivllm.ops.kernels import decode_step
+
+    monkeypatch.setattr(decode_step, "GREEDY_BLOCK", 16)
+    monkeypatch.setattr(decode_step, "GREEDY_PROGRAMS", 12)
+    torch.manual_seed(limit)
+    # few values: the highest is there many times
+    logits = torch.randint(-3, 4, (rows, limit + 5)).to(DTYPES[dtype])
+    logits[:, limit:] = 50.0
+    slots = torch.randperm(7)[:rows]
+    greedy, tokens = torch.full((rows,), 77), torch.arange(100, 107)
+    KERNELS["greedy_tokens"].call(logits, slots, limit, greedy, tokens)
+    for n, row in enumerate(logits[:, :limit].tolist()):
+        lowest = row.index(max(row))
+        assert greedy[n] == lowest
+        assert tokens[slots[n]] == (lowest if slots[n] else 0)
+    untouched = sorted(set(range(7)) - set(slots.tolist()))
+    assert tokens[untouched].tolist() == [100 + s for s in untouched]
+
+
+@pytest.mark.parametrize("place", [0, 40, 89])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_no_token_of_logits_that_are_not_finite(
+    value: float, place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NaN beats every number, whatever comes before or behind it in its lane."""
+    from minivllm.ops.kernels import decode_step
+
+    monkeypatch.setattr(decode_step, "GREEDY_BLOCK", 16)
+    monkeypatch.setattr(decode_step, "GREEDY_PROGRAMS", 4)
+    logits = torch.randn(2, 90)
+    logits[0, place] = value
+    logits[1, 3] = -value
+    greedy, tokens = torch.zeros(2, dtype=torch.int64), torch.full((3,), 77)
+    KERNELS["greedy_tokens"].call(logits, torch.tensor([2, 1]), 90, greedy, tokens)
+    second = -1 if value != value else int(logits[1].argmax())
+    assert greedy.tolist() == [-1, second]
+    assert tokens.tolist() == [77, max(second, 0), 0]
+
+
+def test_decode_inputs_of_long_tables() -> None:
+    """More blocks than a program loads at once; behind a row's position lie zeros."""
+    tables = torch.randint(1, 2**31 - 1, (4, 700), dtype=torch.int32)
+    rows = torch.tensor([[64 * 256, 64 * 699 + 63, 64 * 255 + 63, 0], [3, 1, 2, 0]])
+    tokens = torch.tensor([0, 11, 12, 13])
+    found = KERNELS["decode_inputs"].call(*rows, tokens, tables)
+    expected = OPS["decode_inputs"].definition(*rows, tokens, tables)
+    for a, e in zip(found, expected, strict=True):
+        assert a.dtype == e.dtype and torch.equal(a, e)
+    assert found[1].count_nonzero(1).tolist() == [257, 700, 256, 1]
 
 
 @pytest.mark.parametrize("name", KERNELS)

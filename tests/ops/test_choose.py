@@ -19,7 +19,7 @@ FLA_OPS = (
     "gated_delta_rule_prefill",
     "gated_delta_rule_decode",
 )
-PACKAGES = dict.fromkeys(FLA_OPS, "fla") | {"paged_attention_prefill": "flash_attn"}
+PACKAGES = dict.fromkeys(FLA_OPS, "fla")
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_cuda_gets_the_package(name: str, installed: Callable[..., None]) -> Non
 
 @pytest.mark.parametrize("name", PACKAGES)
 def test_float32_on_cuda_is_exact(name: str, installed: Callable[..., None]) -> None:
-    """FLA may use TF32 and flash-attn takes half precision only; that is no missing package."""
+    """FLA may use TF32; that is no missing package."""
     installed()
     implementation, warning = OPS[name].choose(CUDA, torch.float32)
     assert (implementation.name, warning) == ("torch", None)
@@ -69,6 +69,32 @@ def test_a_missing_package_is_a_warning(name: str, installed: Callable[..., None
         f"{name}: {package} needs the package {package}, which is not installed; "
         "torch is used, which is slower"
     )
+
+
+@pytest.mark.parametrize(
+    ("packages", "chosen", "in_float32"),
+    [
+        (("triton", "flash_attn"), "triton", "triton"),
+        (("triton",), "triton", "triton"),
+        (("flash_attn",), "flash_attn", "torch"),  # which takes half precision only
+        ((), "torch", "torch"),
+    ],
+)
+def test_the_order_of_prefill_attention(
+    packages: tuple[str, ...], chosen: str, in_float32: str, installed: Callable[..., None]
+) -> None:
+    """Ours, then flash-attn, then torch's; a warning names what is missed most."""
+    installed(*packages)
+    op = OPS["paged_attention_prefill"]
+    for dtype, expected in ((torch.bfloat16, chosen), (torch.float32, in_float32)):
+        implementation, warning = op.choose(CUDA, dtype)
+        assert implementation.name == expected
+        missing = (
+            f"{op.name}: triton needs the package triton, which is not installed; "
+            f"{expected} is used, which is slower"
+        )
+        assert warning == (None if "triton" in packages else missing)
+        assert op.best(CUDA, dtype).name == "triton"
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA])

@@ -7,6 +7,7 @@ kernels against the op's definition, and captured replays against exact, uncaptu
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import chunk_state_arguments as states
 import pytest
 import test_ops
 import torch
@@ -25,7 +27,7 @@ from torch import Tensor
 from bench.kernels import Shapes, model_config
 from minivllm.ops import OPS
 from minivllm.ops.fla import CHUNK_SIZE, chunk_metadata, max_chunks, padded_chunk_metadata
-from minivllm.ops.fla_chunks import delta_rule_by_chunks, stages
+from minivllm.ops.fla_chunks import stages
 from minivllm.ops.kernels import kernel
 from minivllm.ops.op import is_importable
 
@@ -215,11 +217,10 @@ def gpu(*more: Any) -> Any:
 @gpu()
 def test_the_kernels_take_what_they_are_given() -> None:
     """FLA's kernels are internal to it: another version may name its arguments otherwise."""
-    solve, write, state, output = (set(kernel.arg_names) for kernel in stages())
+    solve, write, output = (set(kernel.arg_names) for kernel in stages())
     common = {"k", "g", "cu_seqlens", "T", "H", "HV", "K", "BT"}
     assert {*common, "beta", "A", "chunk_indices", "BC"} <= solve
     assert {*common, "v", "beta", "w", "u", "A", "chunk_indices", "V", "BK", "BV"} <= write
-    assert {*common, "v", "w", "v_new", "gk", "h", "h0", "ht", "chunk_offsets"} <= state
     assert {*common, "q", "v", "h", "g_gamma", "o", "chunk_indices", "scale"} <= output
 
 
@@ -233,7 +234,8 @@ def test_the_stages_are_the_definition(lengths: tuple[int, ...], poisoned: None)
     rows = (*bucket.rows(SLOT_OPS[1], TOKENS), bucket.A_log, bucket.dt_bias)
     initial = torch.randn(SEQS, *bucket.recurrent.shape[1:], device="cuda")
     _, _, *metadata = bucket.places(lengths, whole=True)
-    o, final = delta_rule_by_chunks(*rows, initial, *metadata)
+    fla_call = next(i.call for i in op.implementations if i.name == "fla")
+    o, final = fla_call(*rows, initial, *metadata)
     exact = [x.float().cpu() for x in (*rows, initial)]
     expected_o, expected_final = op.definition(*exact, *(x.cpu() for x in metadata))
     test_ops.assert_near(o.cpu(), expected_o, op.tolerance[torch.bfloat16])
@@ -296,6 +298,28 @@ def test_the_kernel_compiles(compiled: Any) -> None:  # noqa: F811
         (found,) = compiled(capability, launches(model))
         assert found.name == "_inputs_kernel" and found.local == found.stack == 0, found
         assert found.registers <= 128, found
+
+
+def test_the_state_kernel_compiles(compiled: Any) -> None:  # noqa: F811
+    """With snapshots and without; 228 and 163 KiB of shared memory hold its stages."""
+    launch = kernel("chunk_states", "chunk_states")
+
+    def launches(model: str, kept: bool) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+        c = model_config(model)
+        heads, key_heads = c.linear_num_value_heads, c.linear_num_key_heads
+        for lengths in ((512,), (3000, 1, 70)):
+            *arguments, chunk_slots = states.arguments(
+                lengths, [0] * len(lengths), kept={}, entries=5, heads=heads, key_heads=key_heads,
+                K=c.linear_key_head_dim, V=c.linear_value_head_dim, dtype=torch.bfloat16,
+            )  # fmt: skip
+            to_meta = (x.to("meta") if isinstance(x, Tensor) else x for x in arguments)
+            yield launch, (*to_meta, chunk_slots.to("meta") if kept else None)
+
+    for capability, shared in ((90, 227), (80, 163)):
+        for model, kept in itertools.product(("miniqwen08b", "tiny"), (True, False)):
+            (found,) = compiled(capability, launches(model, kept))
+            assert found.name == "_state_kernel" and found.local == found.stack == 0, found
+            assert found.registers <= 255 and found.shared <= shared * 1024, found
 
 
 def test_other_head_dims_compile(compiled: Any) -> None:  # noqa: F811

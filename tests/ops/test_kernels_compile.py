@@ -30,12 +30,13 @@ from minivllm.ops import OPS  # noqa: E402
 from minivllm.ops.kernels import kernel  # noqa: E402
 from minivllm.ops.paged_attention import BLOCK_SIZE  # noqa: E402
 
+ELSEWHERE = ("paged_attention_prefill",)  # compiled by test_prefill_attention.py
 TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 KERNELS = {
     name: implementation.call
     for name, op in OPS.items()
     for implementation in op.implementations
-    if implementation.package == "triton"
+    if implementation.package == "triton" and name not in ELSEWHERE
 }
 # bytes a thread: tiles are measured on sm_90; newer Tritons spill two registers on sm_80
 PRODUCT_STACK = {90: 0, 80: 8}
@@ -46,7 +47,10 @@ PRODUCTS = ("_vector_kernel", "_dot_kernel")
 # tiles of keys and values in shared memory let no more than three programs of four warps on an SM
 DECODE_ATTENTION = "_paged_decode_kernel"
 DECODE_ATTENTION_REGISTERS = 128
-PRODUCT_REGISTERS = 200
+PRODUCT_REGISTERS = {90: 200, 80: 232}
+# one warp a program, with several loads of 16 bytes a thread on their way
+WARP_KERNELS = ("_qk_norm_rope_kernel", "_prefill_kernel")
+WARP_REGISTERS = 152
 # cos and sin of large angles reduce them by a table on the stack; nothing is spilled there
 STACK = {"_qk_norm_rope_kernel": 40}
 
@@ -132,14 +136,24 @@ def launches(
         for name, (args, *_) in sets:
             if name in KERNELS:
                 yield KERNELS[name], args
-            if name == "fused_gated_delta_rule_prefill_slots":
-                state, slots, computed, cu_seqlens, _ = args[7:]
-                final = state[:1].float()
-                yield kernel("slots", "gather_states"), (state, slots, computed)
-                yield kernel("slots", "scatter_states"), (final, state, slots, cu_seqlens)
             if name == "paged_attention_prefill":
                 _, *cache, _, seq_lens, _ = args
                 yield kernel("paged_attention", "gather_blocks"), (*cache, seq_lens)
+    for name, args in around_a_step(32, dtype):
+        yield KERNELS[name], args
+
+
+def around_a_step(rows: int, dtype: torch.dtype) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """What runs before and behind the decode graph, as `DecodeRunner` calls it."""
+
+    def int64(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int64, device="meta")
+
+    positions, slots = int64(2, 320)[:, :rows]
+    tables = torch.empty(321, 64, dtype=torch.int32, device="meta")
+    logits = torch.empty(rows, 248_320, dtype=dtype, device="meta")
+    yield "decode_inputs", (positions, slots, int64(321), tables)
+    yield "greedy_tokens", (logits, slots, 248_077, int64(rows), int64(321))
 
 
 @pytest.mark.parametrize("capability", [90, 80])
@@ -155,8 +169,9 @@ def test_every_kernel_compiles(model: str, capability: int, compiled: Any) -> No
         "_write_kernel",
         "_decode_kernel",
         "_prefill_kernel",
-        "_gather_kernel",
-        "_scatter_kernel",
+        "_inputs_kernel",
+        "_best_kernel",
+        "_choose_kernel",
         DECODE_ATTENTION,
         "_combine_kernel",
         "_gather_blocks_kernel",
@@ -166,8 +181,9 @@ def test_every_kernel_compiles(model: str, capability: int, compiled: Any) -> No
     counts = Counter(k.name for k in found)
     # a weight's shape is compiled in; out and down projections may be split into as many parts
     assert counts.pop("_dot_kernel") == 6 and counts.pop("_sum_add_rms_norm_kernel") in (1, 2)
-    # of the norm, with and without a sum; of both mixers, one named _decode_kernel
-    assert counts.total() == 15, "a size that changes from call to call was specialised on"
+    # of the norm, with and without a sum; of few tokens' rotations and of many's; of both mixers,
+    # one named _decode_kernel
+    assert counts.total() == 17, "a size that changes from call to call was specialised on"
     for k in found:
         assert k.cubin.startswith(b"\x7fELF")
         assert f".target sm_{capability}" in k.ptx
@@ -175,7 +191,8 @@ def test_every_kernel_compiles(model: str, capability: int, compiled: Any) -> No
         assert k.local == 0 and k.stack <= stack, f"{k.name} spills: {k}"
         limit = MAX_REGISTERS[capability]
         limit = DECODE_ATTENTION_REGISTERS if k.name == DECODE_ATTENTION else limit
-        limit = PRODUCT_REGISTERS if k.name in PRODUCTS else limit
+        limit = PRODUCT_REGISTERS[capability] if k.name in PRODUCTS else limit
+        limit = WARP_REGISTERS if k.name in WARP_KERNELS else limit
         assert k.registers <= limit, f"{k.name}: {k.registers} registers"
 
 
@@ -184,7 +201,7 @@ def test_other_dtypes_compile(dtype: str, compiled: Any) -> None:
     """float32 without a product that may run as TF32; states in bfloat16."""
     found = compiled(90, launches("tiny", getattr(torch, dtype), torch.bfloat16))
     products = ("_dot_kernel", "_sum_add_rms_norm_kernel")
-    assert len([k for k in found if k.name not in products]) == 15
+    assert len([k for k in found if k.name not in products]) == 17
     assert any(k.name in products for k in found) == (dtype == "float16")
     for k in found:
         assert k.cubin.startswith(b"\x7fELF")
@@ -229,6 +246,48 @@ def decode_attention(
     q = torch.empty(sequences, heads[0], dim, dtype=dtype, device="meta")
     table = torch.empty(sequences, width, dtype=torch.int32, device="meta")
     return q, pool[:, 1], pool[:, 2], table, table[:, 0].contiguous(), dim**-0.5
+
+
+@pytest.mark.parametrize("chunk_slots", [False, True])
+def test_the_convolution_moves_16_bytes(chunk_slots: bool, compiled: Any) -> None:
+    """Eight channels a thread, or four of half a line; each input of a run is loaded once."""
+    from minivllm.ops.kernels import causal_conv1d
+
+    width = causal_conv1d.PREFILL_BLOCK_C // 32 // causal_conv1d.PREFILL_WARPS // 2
+    shapes = Shapes(model_config("miniqwen08b"), torch.bfloat16, "meta")
+    name = "causal_conv1d_prefill_slots"
+    args = dict(shapes.stateful("prefill", 1, 8192, 1))[name][0]
+    extra = (torch.empty(128, dtype=torch.int32, device="meta"),) if chunk_slots else ()
+    (k,) = compiled(90, iter([(KERNELS[name], (*args, *extra))]))
+    # three tokens before a run, then those that are loaded ahead in the loop's body
+    loads = len(re.findall(rf"ld\.global\.v{width}\.b32", k.ptx))
+    assert loads >= 3 + causal_conv1d.PREFILL_AHEAD
+    stores = len(re.findall(rf"st\.global\.v{width}\.b32", k.ptx))
+    assert stores >= causal_conv1d.PREFILL_AHEAD
+
+
+def test_logits_move_in_16_bytes(compiled: Any) -> None:
+    """But for the last block of a row, which ends anywhere."""
+    args = dict(around_a_step(256, torch.bfloat16))["greedy_tokens"]
+    best, _ = compiled(90, iter([(KERNELS["greedy_tokens"], args)]))
+    assert best.name == "_best_kernel"
+    assert len(re.findall(r"ld\.global\.v4\.b32", best.ptx)) >= 1
+    assert "griddepcontrol.wait" in best.ptx
+
+
+def test_heads_move_in_16_bytes(compiled: Any) -> None:
+    shapes = Shapes(model_config("miniqwen08b"), torch.bfloat16, "meta")
+    args = dict(shapes.token_wise(8192, 1))["qk_norm_rope"][0]
+    (k,) = compiled(90, iter([(KERNELS["qk_norm_rope"], args)]))
+    assert re.search(r"ld\.global\.v4\.b32", k.ptx) and re.search(r"st\.global\.v4\.b32", k.ptx)
+    assert not re.search(r"(ld|st)\.global\.b16", k.ptx), "an element by itself"
+
+
+def test_the_first_kernel_of_a_step_waits_for_all_before(compiled: Any) -> None:
+    """It is launched without PDL, which the kernels that read states early rely on."""
+    args = dict(around_a_step(32, torch.bfloat16))["decode_inputs"]
+    (k,) = compiled(90, iter([(KERNELS["decode_inputs"], args)]))
+    assert "griddepcontrol" not in k.ptx
 
 
 def test_keys_and_values_move_in_16_bytes(compiled: Any) -> None:
@@ -278,7 +337,8 @@ def test_linears_compile_at_every_tile(rows: int, capability: int, compiled: Any
         if k.name == "_dot_kernel":
             assert ("wgmma" in k.ptx) == (capability == 90)
             copies = re.findall(r"cp\.async\.\w+\.shared\.global \[.*?\], \[.*?\], (\w+)", k.ptx)
-            assert copies and set(copies) == {"0x10"}
+            before, *_ = k.ptx.split("griddepcontrol.wait")
+            assert set(copies) == {"0x10"} or "ld.global.v4.b32" in before
 
 
 def test_weights_are_read_before_the_wait(compiled: Any) -> None:
@@ -314,8 +374,11 @@ def test_batches_share_their_code(name: str, compiled: Any) -> None:
     shapes = Shapes(model_config("tiny"), torch.bfloat16, "meta")
     if name == "causal_conv1d_prefill_slots":
         calls = [dict(shapes.stateful("prefill", n, 65 * n, 1))[name][0] for n in (1, 16, 17)]
+    elif name in ("decode_inputs", "greedy_tokens"):
+        calls = [dict(around_a_step(n, torch.bfloat16))[name] for n in (1, 16, 17, 300)]
     else:
         (args, *_) = dict(shapes.decode(300))[name]
         calls = [tuple(rows(x, n) for x in args) for n in (1, 16, 17, 300)]
-    kernels = 2 if name == "paged_attention_decode" else 1
+    # of two kernels one after the other; of few tokens and of many
+    kernels = 2 if name in ("paged_attention_decode", "greedy_tokens", "qk_norm_rope") else 1
     assert len(compiled(90, ((KERNELS[name], args) for args in calls))) == kernels

@@ -20,6 +20,7 @@ from minivllm.ops import OPS, Implementation, Op
 from minivllm.ops.op import ALL_DTYPES, NAMESPACE, is_importable
 
 NAMES = tuple(OPS)
+INTEGER_OPS = ("decode_inputs",)  # no argument has the model's dtype
 DTYPES = {str(d).removeprefix("torch."): d for d in ALL_DTYPES}
 GPU = (
     pytest.mark.gpu,
@@ -98,7 +99,7 @@ def written(op: Op, args: tuple[Any, ...]) -> list[Tensor]:
     declared = op.overload._schema.arguments
     return [
         value
-        for value, argument in zip(args, declared, strict=True)
+        for value, argument in zip(args, declared, strict=False)  # the last may be left out
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
 
@@ -118,7 +119,7 @@ def assert_near(actual: Tensor, expected: Tensor, tolerance: float) -> None:
     """Same NaN places, and elsewhere within `tolerance` of the largest expected magnitude."""
     scale = expected.nan_to_num().abs().max() if expected.numel() else 0.0
     torch.testing.assert_close(
-        actual.float(), expected, rtol=0, atol=float(tolerance * scale), equal_nan=True
+        actual.float(), expected.float(), rtol=0, atol=float(tolerance * scale), equal_nan=True
     )
 
 
@@ -157,7 +158,8 @@ def test_examples_fit_the_schema(name: str, dtype: str) -> None:
     parameters = op.overload._schema.arguments
     for args in given:
         assert len(args) == len(parameters)
-        assert any(isinstance(a, Tensor) and a.dtype == DTYPES[dtype] for a in args)
+        typed = any(isinstance(a, Tensor) and a.dtype == DTYPES[dtype] for a in args)
+        assert typed != (name in INTEGER_OPS)
     assert any(not a.is_contiguous() for args in given for a in args if isinstance(a, Tensor)), (
         "no example is a slice of a wider row"
     )
@@ -229,7 +231,7 @@ def test_opcheck(name: str) -> None:
 def test_one_tensor_may_be_passed_twice(name: str) -> None:
     """As q and k of a layer that shares them would be."""
     op = OPS[name]
-    if written(op, examples(op, torch.float32)[0]):
+    if name in INTEGER_OPS or written(op, examples(op, torch.float32)[0]):
         return
     for given in examples(op, torch.float32):
         first: dict[Any, Tensor] = {}

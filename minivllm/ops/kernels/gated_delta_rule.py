@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minivllm.ops.kernels.launch import pdl, wait_for_inputs
+from minivllm.ops.kernels.launch import let_next_start, pdl, wait_for_inputs
 from minivllm.ops.kernels.numerics import rounded, rows_of, sigmoid, softplus
 
 BLOCK_V = 8  # 4 KiB of a float32 state with K = 128: 32 registers a thread, some 30 warps an SM
@@ -54,9 +54,13 @@ def _decode_kernel(
     V: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    wait_for_inputs(PDL)
+    if EARLY:
+        let_next_start(PDL)
+    else:
+        wait_for_inputs(PDL)
     row = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     head = tl.program_id(1)
     n = tl.program_id(2).to(tl.int64)
@@ -66,6 +70,8 @@ def _decode_kernel(
     slot = tl.load(slots + n).to(tl.int64)
     place = state + slot * state_slot + head * (V * K) + row[:, None] * K + column[None, :]
     s = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+    if EARLY:
+        wait_for_inputs(PDL)
 
     key_head = head // GROUP
     query = tl.load(q + n * q_token + key_head * q_head + column, mask=column_mask, other=0.0)
@@ -96,6 +102,7 @@ def fused_gated_delta_rule_decode_slots(
     dt_bias: Tensor,
     state: Tensor,
     slots: Tensor,
+    early: bool = False,
 ) -> Tensor:
     """As `ops.gated_delta_rule_slots.define_decode_slots`; a slot of the pool is contiguous."""
     sequences, heads, value_dim = v.shape
@@ -125,6 +132,7 @@ def fused_gated_delta_rule_decode_slots(
         V=value_dim,
         BLOCK_K=triton.next_power_of_2(key_dim),
         BLOCK_V=BLOCK_V,
+        EARLY=early,
         num_warps=NUM_WARPS,
         **pdl(),
     )

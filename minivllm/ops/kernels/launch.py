@@ -9,7 +9,8 @@ may read what no kernel writes (weights) and then wait, on the device, until thi
 and its writes are visible. As every kernel waits before it reads or writes anything else, so has
 this one before it: what was done when a wait returns includes all kernels before, and memory may
 be reused as if they ran one after the other. A kernel that knows nothing of this (cuBLAS, torch)
-starts when all before it have ended. Needs compute capability 9.0.
+starts when all before it have ended; what nobody has written since then may be read before a wait
+as well (states in `passes/prefetch_states.py`). Needs compute capability 9.0.
 """
 # mypy: disable-error-code="no-untyped-def"
 

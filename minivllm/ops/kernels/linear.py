@@ -46,6 +46,7 @@ class Tile:
         num_warps: of a program.
         num_stages: steps of "dot" whose loads are under way at once.
         programs: K is split so that there are about so many of "dot"; 0: it is not split.
+        early: steps of "dot" whose weights are in registers before x is there: at most 2.
     """
 
     kernel: str
@@ -54,6 +55,7 @@ class Tile:
     num_warps: int = 4
     num_stages: int = 1
     programs: int = 0
+    early: int = 0
 
 
 TORCH = Tile("torch")
@@ -89,7 +91,7 @@ TILES: dict[str, tuple[Tile, ...]] = {
     "gated_add_rms_norm": (
         Tile("vector", 1, 8, 8),
         Tile("vector", 2, 4, 4),
-        Tile("dot", 16, 64, 4, 2, 128),
+        Tile("dot", 16, 64, 4, 2, 128, early=2),
         Tile("dot", 32, 64, 4, 4, 128),
     ),
 }
@@ -194,6 +196,46 @@ def _vector_kernel(
     tl.store(target, total.to(y.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _weights(w, n, n_mask, step, d, D: tl.constexpr, K: tl.constexpr):
+    """The columns of one step of the rows n; the last step may reach behind K, or lie there."""
+    columns = step * D + d
+    mask = n_mask[:, None] & ((d < D) & (columns < K))[None, :]
+    return tl.load(w + n[:, None] * K + columns[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _columns(
+    x,
+    gate,
+    head_weight,
+    rows,
+    m,
+    step,
+    d,
+    x_token,
+    x_head,
+    gate_token,
+    gate_head,
+    eps,
+    D: tl.constexpr,
+    K: tl.constexpr,
+    PER_HEAD: tl.constexpr,
+    MAKE: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """The columns of one step of x, made if need be; `[rows, D]`."""
+    token = m.to(tl.int64)[:, None]
+    mask = (m < rows)[:, None] & ((d < D) & (step * D + d < K))[None, :]
+    head, inside = step // PER_HEAD, step % PER_HEAD * D + d[None, :]
+    values = tl.load(x + token * x_token + head * x_head + inside, mask=mask, other=0.0)
+    if MAKE != PLAIN:
+        source = gate + token * gate_token + head * gate_head + inside
+        gates = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+        values = _made(values.to(tl.float32), gates, head_weight, eps, D, MAKE, dtype)
+    return values.to(dtype)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _dot_kernel(
     x,
@@ -219,6 +261,7 @@ def _dot_kernel(
     BLOCK_D: tl.constexpr,
     STEPS: tl.constexpr,
     STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     let_next_start(PDL)
@@ -238,25 +281,31 @@ def _dot_kernel(
         head_weight = tl.load(gate_weight + d, mask=d < D, other=0.0).to(tl.float32)
     else:
         head_weight = 0.0
+    if EARLY > 0:
+        first = _weights(w, n, n_mask, start, d, D, K)
+    if EARLY > 1:
+        second = _weights(w, n, n_mask, start + 1, d, D, K)
     wait_for_inputs(PDL)
-    token = m.to(tl.int64)[:, None]
-    m_mask = (m < rows)[:, None]
     total = tl.zeros([BLOCK_N, ROWS], tl.float32)
-    for step in tl.range(0, STEPS, num_stages=STAGES):
-        columns = (start + step) * D + d
-        # the last step may reach behind x, or be wholly there
-        d_mask = ((d < D) & (columns < K))[None, :]
-        place = w + n[:, None] * K + columns[None, :]
-        weights = tl.load(place, mask=n_mask[:, None] & d_mask, other=0.0)
-        mask = m_mask & d_mask
-        head = (start + step) // PER_HEAD
-        inside = (start + step) % PER_HEAD * D + d[None, :]
-        values = tl.load(x + token * x_token + head * x_head + inside, mask=mask, other=0.0)
-        if MAKE != PLAIN:
-            source = gate + token * gate_token + head * gate_head + inside
-            gates = tl.load(source, mask=mask, other=0.0).to(tl.float32)
-            values = _made(values.to(tl.float32), gates, head_weight, eps, D, MAKE, dtype)
-        total = tl.dot(weights, tl.trans(values.to(dtype)), total)
+    if EARLY > 0:
+        columns = _columns(
+            x, gate, head_weight, rows, m, start, d, x_token, x_head, gate_token, gate_head, eps,
+            D, K, PER_HEAD, MAKE, dtype,
+        )  # fmt: skip
+        total = tl.dot(first, tl.trans(columns), total)
+    if EARLY > 1:
+        columns = _columns(
+            x, gate, head_weight, rows, m, start + 1, d, x_token, x_head, gate_token, gate_head,
+            eps, D, K, PER_HEAD, MAKE, dtype,
+        )  # fmt: skip
+        total = tl.dot(second, tl.trans(columns), total)
+    for step in tl.range(start + EARLY, start + STEPS, num_stages=STAGES):
+        weights = _weights(w, n, n_mask, step, d, D, K)
+        columns = _columns(
+            x, gate, head_weight, rows, m, step, d, x_token, x_head, gate_token, gate_head, eps,
+            D, K, PER_HEAD, MAKE, dtype,
+        )  # fmt: skip
+        total = tl.dot(weights, tl.trans(columns), total)
     if END == SILU_MUL:
         pairs = tl.permute(tl.reshape(total, [BLOCK_N // 2, 2, ROWS]), [0, 2, 1])
         gates, ups = tl.split(pairs)
@@ -374,11 +423,12 @@ def product(tile: Tile, operand: Operand, w: Tensor, end: tl.constexpr, size: in
         outputs //= 2 if end == SILU_MUL else 1
         pieces = triton.cdiv(columns, head_dim)
         steps = triton.cdiv(pieces, max(1, tile.programs // triton.cdiv(size, outputs)))
-        splits, stages = triton.cdiv(pieces, steps), tile.num_stages
+        splits, stages, early = triton.cdiv(pieces, steps), tile.num_stages, min(tile.early, steps)
         if not pdl()["PDL"]:
+            early = 0  # nothing to wait for
             step_bytes = (tile.block_n + 2 * tile.rows) * block_d * w.element_size()
             stages = max(1, min(stages, OTHER_SHARED_MEMORY // step_bytes))
-        options |= {"PER_HEAD": per_head, "STEPS": steps, "STAGES": stages}
+        options |= {"PER_HEAD": per_head, "STEPS": steps, "STAGES": stages, "EARLY": early}
     parts = end == PARTS
     shape = (splits, x.shape[0], size) if parts else (x.shape[0], size)
     y = torch.empty(shape, dtype=torch.float32 if parts else x.dtype, device=x.device)
