@@ -102,22 +102,23 @@ class Builder:
 
         With `record` it keeps the logits that it samples from, for `assert_result`.
         """
-        cache = PrefixCacheOptions(
-            enabled=snapshots > 0,
-            snapshot_interval=interval,
-            memory_bytes=snapshots * self.slot_bytes,
-            host_memory_bytes=host * self.slot_bytes,
-        )
+        sizes: dict[str, Any] = {}  # of what the reference mode does not have
+        if mode != "reference":
+            sizes["kv_cache_memory_bytes"] = (blocks + 1) * self.block_bytes
+            sizes["prefix_cache"] = PrefixCacheOptions(
+                enabled=snapshots > 0,
+                snapshot_interval=interval,
+                memory_bytes=snapshots * self.slot_bytes,
+                host_memory_bytes=host * self.slot_bytes,
+            )
         config = EngineConfig(
             model=ModelOptions(path=str(self.folder), dtype=self.dtype, skip_tokenizer_init=True),
             compiler=CompilerOptions(mode=mode),
             runtime=RuntimeOptions(
                 device=self.device,
-                kv_cache_memory_bytes=(blocks + 1) * self.block_bytes,
-                prefix_cache=cache,
                 check_integrity=True,
                 num_threads=1,
-                **{"max_num_seqs": 8} | runtime,
+                **{"max_num_seqs": 8} | sizes | runtime,
             ),
         )
         with pytest.MonkeyPatch.context() as patch:

@@ -13,7 +13,7 @@ from torch import Tensor
 from bench.cuda_parity import compare, preset, runner
 from minivllm.model.config import MiniQwenConfig
 from minivllm.model.weights import dummy_weights, parameter_shapes
-from minivllm.ops.fla import max_chunks, padded_chunk_metadata
+from minivllm.ops.fla import CHUNK_SIZE, max_chunks, padded_chunk_metadata
 from minivllm.ops.op import is_importable
 from minivllm.ops.paged_attention import BLOCK_SIZE
 from minivllm.presets import model_preset
@@ -29,6 +29,7 @@ pytestmark = [
 TOKENS, SEQS, KV_BLOCKS = 320, 5, 15
 BLOCKS = ((5, 2, 12, 9, 1), (7, 15, 4), (3, 6, 11), (8, 10), (13, 14))  # scattered
 SLOTS = (4, 1, 6, 3, 7)
+SNAPSHOTS = (2, 5)  # entries of the pool that are nobody's slot
 # of each step, (sequence, start, end); later steps go on where earlier ones ended
 STEPS: tuple[tuple[tuple[int, int, int], ...], ...] = (
     ((0, 0, 130), (1, 0, 1)),
@@ -57,16 +58,21 @@ def model(request: pytest.FixtureRequest) -> tuple[ModelRunner, int]:
 
 
 def rows_of(step: Sequence[tuple[int, int, int]], vocab: int) -> list[Row]:
+    """The first two with a whole chunk leave a snapshot behind it."""
     ids = [random_ids(320, vocab, seed=n) for n in range(len(SLOTS))]
-    return [Row(ids[n], start, end, SLOTS[n], BLOCKS[n]) for n, start, end in step]
+    free = list(SNAPSHOTS)
+    return [
+        Row(ids[n], start, end, SLOTS[n], BLOCKS[n], snapshots=(
+            [(start + CHUNK_SIZE, free.pop(0))] if end - start >= CHUNK_SIZE and free else []))
+        for n, start, end in step
+    ]  # fmt: skip
 
 
 def padded(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """The inputs of a step, in the bucket's sizes: what the runner has to build."""
     lengths = inputs["cu_seqlens"].diff().tolist()
-    cu_seqlens, chunk_indices = padded_chunk_metadata(
-        lengths, TOKENS, SEQS, max_chunks(TOKENS, SEQS)
-    )
+    chunks = max_chunks(TOKENS, SEQS)
+    cu_seqlens, chunk_indices = padded_chunk_metadata(lengths, TOKENS, SEQS, chunks)
 
     def fill(name: str, size: int, value: int = 0) -> Tensor:
         return F.pad(inputs[name], (0, size - inputs[name].shape[0]), value=value)
@@ -80,6 +86,7 @@ def padded(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         "num_computed_tokens": fill("num_computed_tokens", SEQS),
         "cu_seqlens": cu_seqlens,
         "chunk_indices": chunk_indices,
+        "chunk_slots": fill("chunk_slots", chunks),
         "kv_indptr": fill("kv_indptr", SEQS + 1, int(inputs["kv_indptr"][-1])),
         "kv_indices": fill("kv_indices", KV_BLOCKS),
         "seq_lens": fill("seq_lens", SEQS),
@@ -114,6 +121,8 @@ def test_replays_are_fresh_runs(model: tuple[ModelRunner, int]) -> None:
     for pool in (runner.slots, runner.blocks):
         pool.poison(list(range(pool.storage.shape[0])))
     batches = [runner.prefiller.inputs(rows_of(step, vocab)) for step in STEPS]
+    kept = [batch["chunk_slots"].count_nonzero() for batch in batches]
+    assert kept == [1, 2, 0, 2, 1, 2]
     buffers = on_gpu(padded(batches[0]), graph.inputs)
     begin = pools.save()
 
@@ -144,6 +153,9 @@ def test_replays_are_fresh_runs(model: tuple[ModelRunner, int]) -> None:
         assert torch.equal(logits[:count], fresh)
         for now, then in zip(pools.save(), after, strict=True):
             assert torch.equal(now[1:], then[1:])  # slot 0 and block 0 are padding's
+        written = {*batch["state_slots"].tolist(), *batch["chunk_slots"].tolist()} - {0}
+        for view in runner.slots.views.values():
+            assert view[sorted(written)].isfinite().all()
         errors = compare(logits[:count].float().cpu(), exact)
         worst = max(worst, errors.rms)
     # cuBLAS may pick another kernel for another number of rows, so sizes may differ by rounding

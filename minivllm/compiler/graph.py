@@ -8,22 +8,32 @@ own which rewrites happen (passes) nor what a legal graph is (contract.py).
 
 Weights are `get_attr` nodes without data, named as in the model's state_dict. State is a
 `get_attr` node named `state.*`. Inputs come from the fixed vocabulary `INPUTS`; their dims are
-symbols shared by the whole graph.
+symbols shared by the whole graph. A graph of phase `MODULE` is a user's own module: its inputs are
+the module's, its activations have any rank, and it has no state.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 
+from minivllm.ops.op import ALL_DTYPES
+
+if TYPE_CHECKING:
+    from minivllm.compiler.misses import Misses
+
 PHASES = ("prefill", "decode")
+MODULE = "module"  # the phase of a user's own module: any inputs, no state
+META = torch.device("meta")
 SYMBOLS = ("tokens", "seqs", "rows", "blocks", "kv_blocks", "chunks", "slots", "num_blocks")
 
 
@@ -45,6 +55,9 @@ INPUTS: dict[str, InputSpec] = {
     ),
     "cu_seqlens": InputSpec(("seqs + 1",), torch.int32, "where each sequence's tokens start"),
     "chunk_indices": InputSpec(("chunks", 2), torch.int32, "(sequence, chunk of 64 tokens)"),
+    "chunk_slots": InputSpec(
+        ("chunks",), torch.int32, "state slot that keeps a snapshot behind each chunk; 0: none"
+    ),
     "block_table": InputSpec(("seqs", "blocks"), torch.int32, "KV blocks of each sequence"),
     "kv_indptr": InputSpec(("seqs + 1",), torch.int32, "where each sequence's KV blocks start"),
     "kv_indices": InputSpec(("kv_blocks",), torch.int32, "KV blocks of all sequences, packed"),
@@ -70,11 +83,13 @@ class WeightSpec:
     Attributes:
         parts: the recipe of a merged weight, which the loader executes; rows that no part covers
             are zero. Empty: the tensor of the same name in the model's state_dict.
+        shared: another tensor lies in its memory, so that it cannot be moved into a merged one.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     parts: tuple[WeightPart, ...] = ()
+    shared: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,6 +128,9 @@ class Graph:
     weights: dict[str, WeightSpec] = field(default_factory=dict)
     states: dict[str, StateSpec] = field(default_factory=dict)
     stage: str = "trace"  # the pass that runs: new nodes carry its name
+    inputs: Mapping[str, InputSpec] = field(default_factory=lambda: INPUTS)
+    device: torch.device = META  # of new leaves' fake values
+    misses: Misses | None = None  # what the last pass noted and looked for
 
     def clone(self, phase: str) -> Graph:
         """A copy to rewrite. In decode every sequence has one token, so `seqs` is `tokens`."""
@@ -123,7 +141,16 @@ class Graph:
         symbols = dict(self.symbols)
         if phase == "decode":
             symbols["seqs"] = symbols["tokens"]
-        return Graph(copied, phase, symbols, self.fake_mode, dict(self.weights), dict(self.states))
+        return Graph(
+            copied,
+            phase,
+            symbols,
+            self.fake_mode,
+            dict(self.weights),
+            dict(self.states),
+            inputs=self.inputs,
+            device=self.device,
+        )
 
     # reading
 
@@ -148,6 +175,24 @@ class Graph:
         return self.output.meta["val"].dtype
 
     @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """The dtypes that patterns are looked for in: of a user's module, its matrices'.
+
+        A module without matrices has its other weights' or, without any, its inputs' dtypes. Those
+        that our ops do not know are left out.
+        """
+        if self.phase != MODULE:
+            return (self.dtype,)
+        matrices = [w.dtype for w in self.weights.values() if len(w.shape) > 1]
+        others = [w.dtype for w in self.weights.values()]
+        given = [i.dtype for i in self.inputs.values()]
+        for dtypes in (matrices, others, given):
+            found = tuple(dict.fromkeys(d for d in dtypes if d in ALL_DTYPES))
+            if found:
+                return found
+        return ()
+
+    @property
     def input_names(self) -> tuple[str, ...]:
         """The inputs of this graph, in the vocabulary's order of first use."""
         return tuple(str(n.target) for n in self.fx.nodes if n.op == "placeholder")
@@ -170,7 +215,7 @@ class Graph:
         for node in self._leaves("placeholder"):
             if node.target == name:
                 return node
-        spec = INPUTS[name]
+        spec = self.inputs[name]
         return self._add_leaf("placeholder", name, spec.dims, spec.dtype)
 
     def state(self, name: str, spec: StateSpec) -> Node:
@@ -199,7 +244,10 @@ class Graph:
     def replace(self, node: Node, new: Node) -> None:
         """Let `new`, of the same type, take the place of `node` and of what only it read."""
         old_type, new_type = (self._type(n.meta["val"]) for n in (node, new))
-        assert old_type == new_type, f"{node} is {old_type}, its replacement {new} is {new_type}"
+        assert old_type == new_type, (
+            f"{node} ({node.meta['module']}) is {old_type}, its replacement {new} is {new_type}; "
+            "reshape it, or cast it (aten.to.dtype), so that the two are alike"
+        )
         node.replace_all_uses_with(new)
         self._erase(node)
 
@@ -220,7 +268,9 @@ class Graph:
         """The fake value of a call, from its arguments' fake values."""
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
         assert callable(node.target)
-        with self.fake_mode, torch.no_grad():
+        # torch 2.11's linear asks a batch of rows for its number of elements, unless Python answers
+        python = enable_python_dispatcher() if self.phase == MODULE else nullcontext()
+        with self.fake_mode, torch.no_grad(), python:
             return node.target(*args, **kwargs)
 
     def _leaves(self, op: str) -> Iterator[Node]:
@@ -234,7 +284,7 @@ class Graph:
         with self.fx.inserting_before(body):
             node = self.fx.create_node(op, target, name=target.replace(".", "_"))
         with self.fake_mode:
-            value = torch.empty([self._size(d) for d in dims], dtype=dtype, device="meta")
+            value = torch.empty([self._size(d) for d in dims], dtype=dtype, device=self.device)
         node.meta = {"module": "", "source": "", "pass": self.stage, "val": value}
         return node
 

@@ -224,6 +224,7 @@ def scenario(phase: str, vocab: int, block_size: int) -> list[Batch]:
             "num_computed_tokens": torch.tensor(computed, dtype=torch.int32),
             "cu_seqlens": cu_seqlens,
             "chunk_indices": chunk_indices,
+            "chunk_slots": _snapshot_places(len(chunk_indices)),
             "block_table": block_table,
             "kv_indptr": torch.tensor([0, *itertools.accumulate(used)], dtype=torch.int32),
             "kv_indices": torch.cat([block_table[n, :count] for n, count in enumerate(used)]),
@@ -234,6 +235,13 @@ def scenario(phase: str, vocab: int, block_size: int) -> list[Batch]:
         batches.append(Batch(inputs, lengths))
         computed = ends
     return batches
+
+
+def _snapshot_places(chunks: int) -> Tensor:
+    """`[chunks]` int32: every other chunk leaves a snapshot in a slot that no sequence has."""
+    free = [slot for slot in range(1, pool_entries(BLOCK_SIZE)) if slot not in SLOTS]
+    entries = [free[i // 2] if i % 2 == 0 and i // 2 < len(free) else 0 for i in range(chunks)]
+    return torch.tensor(entries, dtype=torch.int32)
 
 
 def run(graph: Graph, weights: Mapping[str, Tensor], pools: Pools, batch: Batch) -> Tensor:

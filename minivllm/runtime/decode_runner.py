@@ -1,7 +1,7 @@
 """The decode graph over static buffers, in buckets of rows: captured into CUDA Graphs on a GPU.
 
-Owns buckets, padding, the static inputs and their arithmetic on the device. Does not own the graph
-(`compiler/bind`), CUDA Graphs (`captures`) nor who decodes.
+Owns buckets, padding and the static inputs. Does not own the graph (`compiler/bind`), the kernels
+around it (`ops/decode_step`), CUDA Graphs (`captures`) nor who decodes.
 
     decoder = DecodeRunner(executable, device, max_num_seqs=256, num_slots=257, max_blocks=32)
     decoder.capture()
@@ -20,12 +20,13 @@ Shapes: N rows of a bucket, S slots, B blocks of the longest sequence, V vocabul
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from minivllm.compiler.bind import Executable
+from minivllm.ops.decode_step import DECODE_INPUTS, GREEDY_TOKENS
 from minivllm.ops.paged_attention import BLOCK_SIZE
 from minivllm.runtime.captures import Captures
 
@@ -48,11 +49,13 @@ class DecodeRunner:
         num_slots: S, slot 0 (of padding rows) included.
         max_blocks: B.
         vocab_limit: ids from here on (a padded head's) are never chosen; None: there are none.
+        implementations: op name to the implementation forced on it.
         checked: assert before every run that the inputs are legal and that no static buffer has
             moved; costs host time, meant for tests.
 
     Attributes:
         buckets: batch sizes, ascending.
+        implementations: of the ops around the graph, by name.
         block_tables: `[S, B]` int32, blocks of the sequence in each slot; row 0 is zeros.
         tokens: `[S]` int64, the newest token of the sequence in each slot.
         greedy: each row's most probable token of the last run, -1 where its logits hold NaN or
@@ -69,6 +72,7 @@ class DecodeRunner:
         num_slots: int,
         max_blocks: int,
         vocab_limit: int | None = None,
+        implementations: Mapping[str, str] | None = None,
         checked: bool = False,
     ) -> None:
         self.decode = decode
@@ -82,6 +86,16 @@ class DecodeRunner:
         self.tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.greedy = torch.zeros(width, dtype=torch.int64, device=device)
         self._vocab_limit = vocab_limit
+        # what surrounds the graph: copies and comparisons, the same in every dtype
+        forced = implementations or {}
+        self._inputs, self._choose = (
+            op.choose(device, torch.float32, forced.get(op.name))[0]
+            for op in (DECODE_INPUTS, GREEDY_TOKENS)
+        )
+        self.implementations = {
+            DECODE_INPUTS.name: self._inputs.name,
+            GREEDY_TOKENS.name: self._choose.name,
+        }
         self._written: list[list[int]] = [[] for _ in range(num_slots)]
         self.captures: Captures | None = None
         self._checked = checked
@@ -133,19 +147,18 @@ class DecodeRunner:
         """What is captured: from the static rows to logits, `[size, V]`, and greedy tokens."""
         rows = {name: row[:size] for name, row in zip(ROWS, self.rows, strict=True)}
         positions, slots = rows["positions"], rows["state_slots"]
-        block_table = self.block_tables.index_select(0, slots)
-        block = block_table.gather(1, (positions // BLOCK_SIZE)[:, None])[:, 0]
+        input_ids, block_table, seq_lens, slot_mapping = self._inputs.call(
+            positions, slots, self.tokens, self.block_tables
+        )
         logits = self.decode(
-            input_ids=self.tokens.index_select(0, slots),
+            input_ids=input_ids,
             **rows,
             block_table=block_table,
-            seq_lens=torch.where(slots > 0, positions + 1, 0).int(),
-            slot_mapping=block * BLOCK_SIZE + positions % BLOCK_SIZE,
+            seq_lens=seq_lens,
+            slot_mapping=slot_mapping,
         )
-        highest, ids = logits[:, : self._vocab_limit].max(dim=-1)  # among equals the lowest id
-        ids = torch.where(highest.isfinite(), ids, -1)
-        self.greedy[:size].copy_(ids)
-        self.tokens.index_copy_(0, slots, torch.where(slots > 0, ids, 0).clamp_(min=0))
+        vocab_limit = logits.shape[1] if self._vocab_limit is None else self._vocab_limit
+        self._choose.call(logits, slots, vocab_limit, self.greedy[:size], self.tokens)
         return logits
 
     def _send_blocks(self, slots: Sequence[int], blocks: Sequence[Sequence[int]]) -> None:

@@ -19,12 +19,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from minivllm.compiler.compile import CompiledModel
-from minivllm.config import EngineConfig
+from minivllm.config import EngineConfig, RuntimeOptions
 from minivllm.errors import UserError
 from minivllm.ops.paged_attention import BLOCK_SIZE
 from minivllm.runtime.block_manager import BlockManager
@@ -37,7 +38,9 @@ from minivllm.runtime.metrics import EngineMetrics
 from minivllm.runtime.model_runner import StepLogits
 from minivllm.runtime.outputs import Logprob
 from minivllm.runtime.penalties import History, TokenCounts
+from minivllm.runtime.profile import StepProfile
 from minivllm.runtime.request import Request
+from minivllm.runtime.resolve import resolve_device
 from minivllm.runtime.sampler import OnItsWay, Sampled, on_its_way, sample
 from minivllm.runtime.sampling_batch import SamplingBatch
 from minivllm.runtime.sampling_params import SamplingParams
@@ -102,6 +105,18 @@ def needs_history(params: SamplingParams) -> bool:
     return params.penalized or params.min_tokens > 0
 
 
+def _profile(options: RuntimeOptions) -> StepProfile | None:
+    """The profile that is asked for.
+
+    Raises:
+        UserError: its folder cannot be written.
+    """
+    if options.profile is None:
+        return None
+    device = resolve_device(options.device)
+    return StepProfile(Path(options.profile), options.profile_skip, options.profile_steps, device)
+
+
 class Engine:
     """A model, its memory and its requests.
 
@@ -121,12 +136,20 @@ class Engine:
 
     def __init__(self, options: EngineConfig) -> None:
         self.options = options
+        if options.compiler.measure:
+            raise UserError(
+                "compiler.measure=true is for python -m minivllm.inspect, with the same arguments; "
+                "the steps of a run are measured with runtime.profile=FOLDER"
+            )
+        self._profile: StepProfile | None = None
+        profile = _profile(options.runtime)  # before the model is loaded: it may be impossible
         self._threads_before = torch.get_num_threads()
         try:
             built = build(options)
         except BaseException:
             self.close()
             raise
+        self._profile = profile
         self.config, self.device, self.dtype = built.config, built.device, built.dtype
         self.tokenizer = built.tokenizer
         self.compiled: CompiledModel | None = built.compiled
@@ -146,6 +169,7 @@ class Engine:
                 max_model_len=self.max_model_len,
                 snapshot_interval=cache.snapshot_interval,
                 prefix_caching=cache.enabled and self.compiled is not None,
+                snapshots_on_the_way=self.runner.snapshots_on_the_way,
                 max_logits_rows=LOGITS_ROWS,
                 max_context_tokens=max_context_tokens(options.runtime, self.max_model_len),
             ),
@@ -167,7 +191,9 @@ class Engine:
         self._seeds = 0  # given to requests that brought none
 
     def close(self) -> None:
-        """Give back what the engine changed in the process: torch's number of threads."""
+        """End a profile, and give back what the engine changed: torch's number of threads."""
+        if self._profile is not None:
+            self._profile.end()
         torch.set_num_threads(self._threads_before)
 
     @property
@@ -246,6 +272,12 @@ class Engine:
         Returns:
             The requests that got a token or came to their end, in the order of the step.
         """
+        if self._profile is None:
+            return self._step()
+        with self._profile.step():
+            return self._step()
+
+    def _step(self) -> list[Generation]:
         if self._need_history:
             self._take(keep=0)
         launched = self._launch()

@@ -94,9 +94,11 @@ class ModelRunner:
         assert compiled.prefill.states == compiled.decode.states, "the phases share their state"
         states = compiled.decode.states
         slot_states = of_kind(states, "slot")
-        self.slots = EntryPool(slot_states, sizes.num_slots, device)
+        self._num_slots = sizes.num_slots
+        states_pool = EntryPool(slot_states, sizes.num_slots + sizes.num_snapshots, device)
+        self.slots = states_pool.part(0, sizes.num_slots)
+        self.snapshots = states_pool.part(sizes.num_slots, len(states_pool.storage))
         self.blocks = EntryPool(of_kind(states, "block"), sizes.num_blocks, device)
-        self.snapshots = EntryPool(slot_states, sizes.num_snapshots, device)
         self.host_snapshots = EntryPool(
             slot_states, sizes.num_host_snapshots, torch.device("cpu"), pin=device.type == "cuda"
         )
@@ -105,7 +107,7 @@ class ModelRunner:
             "snapshot": self.snapshots,
             "host": self.host_snapshots,
         }
-        pools = self.slots.views | self.blocks.views
+        pools = states_pool.views | self.blocks.views
         self.graphs: dict[str, Executable] = {
             phase: bind(graph, weights, pools, device, dtype, implementations)
             for phase, graph in compiled.graphs.items()
@@ -118,13 +120,20 @@ class ModelRunner:
             num_slots=sizes.num_slots,
             max_blocks=max_blocks or sizes.num_blocks - 1,
             vocab_limit=vocab_limit,
+            implementations=implementations,
             checked=checked,
         )
 
     @property
+    def snapshots_on_the_way(self) -> bool:
+        """Whether the prefill graph leaves snapshots within a chunk (`Chunk.snapshots`)."""
+        return "chunk_slots" in self.graphs["prefill"].inputs
+
+    @property
     def implementations(self) -> dict[str, str]:
         """Op name to the name of its implementation."""
-        return self.graphs["prefill"].implementations | self.graphs["decode"].implementations
+        prefill, decode = (self.graphs[phase].implementations for phase in ("prefill", "decode"))
+        return prefill | decode | self.decoder.implementations
 
     @property
     def warnings(self) -> list[str]:
@@ -151,7 +160,7 @@ class ModelRunner:
             parts: list[Tensor] = []
             prompt: list[tuple[Chunk, Tensor]] = []
             if step.prefill:
-                rows = [_row(chunk) for chunk in step.prefill]
+                rows = [_row(chunk, self._num_slots) for chunk in step.prefill]
                 logits = self.prefill(rows)
                 at = 0
                 for chunk, row in zip(step.prefill, rows, strict=True):
@@ -209,7 +218,8 @@ class ModelRunner:
         return torch.cuda.device(self.device) if named else nullcontext()
 
 
-def _row(chunk: Chunk) -> Row:
+def _row(chunk: Chunk, num_slots: int = 0) -> Row:
+    """A chunk as the prefill graph takes it; snapshots lie behind the slots."""
     request = chunk.request
     return Row(
         request.token_ids,
@@ -219,6 +229,7 @@ def _row(chunk: Chunk) -> Row:
         request.blocks,
         copies=1 + len(request.forks) if chunk.last else 0,
         all_logits=request.params.prompt_logprobs is not None,
+        snapshots=tuple((end, num_slots + index) for end, index in chunk.snapshots),
     )
 
 
@@ -235,6 +246,7 @@ class ReferenceRunner:
         opaque = ("attention", "causal_conv1d", "gated_delta_rule")
         self.implementations = dict.fromkeys(opaque, "torch")
         self.warnings: list[str] = []
+        self.snapshots_on_the_way = False
 
     @torch.inference_mode()
     def execute(self, step: Step) -> StepLogits:

@@ -1,4 +1,4 @@
-"""The memory behind the graphs' states: one pool of slots, one of KV blocks, one of snapshots.
+"""The memory behind the graphs' states: slots and snapshots in one pool, KV blocks in another.
 
 Owns storage, its layout and the copies between entries. Does not own who has which entry
 (`state_slots`, `block_manager`, `snapshot_pool`).
@@ -9,7 +9,8 @@ Owns storage, its layout and the copies between entries. Does not own who has wh
 
 All tensors of an entry lie side by side, so that taking a snapshot of a sequence's state, or
 copying the KV of a block in all layers, is one copy of contiguous bytes. A view's entries are
-therefore as far apart as whole entries are.
+therefore as far apart as whole entries are. Snapshots are entries behind the slots, so that the
+prefill graph can write them as it writes slots.
 """
 
 from __future__ import annotations
@@ -66,6 +67,13 @@ class EntryPool:
             columns = self.storage[:, offset : offset + spec.bytes_per_entry]
             self.views[name] = columns.view(spec.dtype).unflatten(-1, spec.shape)
             offset += _aligned(spec.bytes_per_entry)
+
+    def part(self, start: int, stop: int) -> EntryPool:
+        """The entries [start, stop) as a pool over the same memory."""
+        part = object.__new__(EntryPool)
+        part.storage = self.storage[start:stop]
+        part.views = {name: view[start:stop] for name, view in self.views.items()}
+        return part
 
     @property
     def nbytes(self) -> int:

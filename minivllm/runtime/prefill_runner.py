@@ -18,6 +18,7 @@ Shapes: T tokens, N sequences, B KV blocks of all sequences together, R wanted r
 from __future__ import annotations
 
 import functools
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from minivllm.compiler.bind import Executable
 from minivllm.compiler.graph import INPUTS
-from minivllm.ops.fla import chunk_metadata, max_chunks, padded_chunk_metadata
+from minivllm.ops.fla import CHUNK_SIZE, chunk_metadata, max_chunks, padded_chunk_metadata
 from minivllm.ops.paged_attention import BLOCK_SIZE
 from minivllm.runtime.captures import Captures
 
@@ -46,6 +47,8 @@ class Row:
         blocks: its KV blocks in order, enough for `end` tokens; never 0.
         copies: how often the logits behind `end` are wanted: once, or once for each completion.
         all_logits: the logits behind every token of the part are wanted too, before those.
+        snapshots: where states are kept on the way: token counts in (start, end], whole blocks
+            behind `start`, and entries of the slot pools. Only if the graph has `chunk_slots`.
     """
 
     token_ids: Sequence[int]
@@ -55,6 +58,7 @@ class Row:
     blocks: Sequence[int]
     copies: int = 1
     all_logits: bool = False
+    snapshots: Sequence[tuple[int, int]] = ()
 
     @property
     def num_blocks(self) -> int:
@@ -86,21 +90,22 @@ class Bucket:
 
 
 def prefill_buckets(max_num_batched_tokens: int, max_num_seqs: int) -> list[Bucket]:
-    """Buckets up to 4,096 tokens, above which the GPU takes longer than the host anyway.
+    """Buckets up to 8,192 tokens: there the GPU takes about as long as the host does without one.
 
-    One sequence beside the padding is what a single request needs; empty sequences cost a copy of
-    a state each, so few sequences have buckets of their own.
+    One sequence beside the padding is what a single request needs. It has the finest steps, as
+    padding is time to its first token; and few sequences run in other tiles than many.
     """
-    sizes = [16, 64, *range(128, 512, 64), *range(512, 1024, 128), *range(1024, 2048, 256),
-             *range(2048, 4096 + 512, 512)]  # fmt: skip
-    fitting = [n for n in sizes if n <= max_num_batched_tokens]
-    seqs = [(2, 0), (8, 64), (32, 512)]  # the second: fewest tokens at which it is worth having
-    return [
-        Bucket(tokens, count)
-        for tokens in fitting
-        for count, least in seqs
-        if tokens >= least and (count == 2 or max_num_seqs > count // 4)
-    ]
+    coarse = [64, *range(128, 512, 64), *range(512, 1024, 128), *range(1024, 2048, 256),
+              *range(2048, 4096, 512), *range(4096, 8192 + 1024, 1024)]  # fmt: skip
+    fine = [16, *(n for n in coarse if n < 2048), *range(2048, 4096, 256),
+            *range(4096, 8192 + 512, 512)]  # fmt: skip
+    kinds = [(2, fine), (8, coarse), (32, [n for n in coarse if n >= 512])]
+    return sorted(
+        Bucket(tokens, seqs)
+        for seqs, sizes in kinds
+        for tokens in sizes
+        if tokens <= max_num_batched_tokens and (seqs == 2 or max_num_seqs > seqs // 4)
+    )
 
 
 class PrefillRunner:
@@ -215,8 +220,13 @@ class PrefillRunner:
             "slot_mapping": places,
             "logits_rows": wanted + [0] * surplus_rows,
         }
-        tensors = {n: torch.tensor(v, dtype=INPUTS[n].dtype) for n, v in values.items()}
-        return tensors | dict(zip(("cu_seqlens", "chunk_indices"), metadata, strict=True))
+        tensors = {n: _tensor(v, INPUTS[n].dtype) for n, v in values.items()}
+        cu_seqlens, chunk_indices = metadata
+        return tensors | {
+            "cu_seqlens": cu_seqlens,
+            "chunk_indices": chunk_indices,
+            "chunk_slots": _chunk_slots(rows, len(chunk_indices)),
+        }
 
     def _send(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Tensors from the host to the device, without waiting for the device."""
@@ -224,6 +234,26 @@ class PrefillRunner:
             return inputs
         packed = pack(inputs)
         return unpack(packed.pin_memory().to(self.device, non_blocking=True), inputs)
+
+
+def _tensor(values: list[int], dtype: torch.dtype) -> Tensor:
+    """A list as a tensor, four times as fast as by `torch.tensor`."""
+    if not values:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(array("q" if dtype == torch.int64 else "i", values), dtype=dtype)
+
+
+def _chunk_slots(rows: Sequence[Row], chunks: int) -> Tensor:
+    """`[chunks]` int32: the entry that keeps the state behind each chunk; 0: none."""
+    entries = [0] * chunks
+    first = 0
+    for row in rows:
+        for end, entry in row.snapshots:
+            offset, inside = divmod(end - row.start, CHUNK_SIZE)
+            assert row.start < end <= row.end and not inside, (row.start, end, row.end)
+            entries[first + offset - 1] = entry
+        first += -(-(row.end - row.start) // CHUNK_SIZE)
+    return torch.tensor(entries, dtype=torch.int32)
 
 
 def pack(tensors: dict[str, Tensor]) -> Tensor:

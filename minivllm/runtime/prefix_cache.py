@@ -85,16 +85,21 @@ class PrefixCache:
         blocks: of the KV cache.
         snapshots: of the state; None, or one without entries, turns the cache off.
         snapshot_interval: tokens between the snapshots of a long prompt or output; 0: none.
+        snapshots_on_the_way: see `SnapshotPlanner`.
     """
 
     def __init__(
-        self, blocks: BlockManager, snapshots: SnapshotPool | None, snapshot_interval: int = 0
+        self,
+        blocks: BlockManager,
+        snapshots: SnapshotPool | None,
+        snapshot_interval: int = 0,
+        snapshots_on_the_way: bool = False,
     ) -> None:
         assert blocks.block_size == BLOCK_SIZE, f"blocks of {blocks.block_size}, not {BLOCK_SIZE}"
         assert snapshot_interval % BLOCK_SIZE == 0, f"interval {snapshot_interval}: no whole blocks"
         self.blocks = blocks
         self.snapshots = snapshots or SnapshotPool(0)
-        self.planner = SnapshotPlanner(self.snapshots, snapshot_interval)
+        self.planner = SnapshotPlanner(self.snapshots, snapshot_interval, snapshots_on_the_way)
         self.enabled = self.snapshots.num_snapshots > 0
         self._queried = self._kv_matched = self._state_matched = self._reused = 0
 
@@ -168,10 +173,15 @@ class PrefixCache:
         if request.publishes:
             self.planner.start(request, reused, hit.kv * BLOCK_SIZE)
 
-    def plan_chunk(self, request: Request, end: int, before: list[Copy], after: list[Copy]) -> None:
-        """Plan the snapshot behind a prefill's next chunk, if one is wanted there."""
-        if request.publishes:
-            self.planner.plan_chunk(request, end, before, after)
+    def next_stop(self, request: Request) -> int | None:
+        """Where a prefill's next chunk has to end for a snapshot; None: nowhere."""
+        return self.planner.next_stop(request)
+
+    def plan_chunk(
+        self, request: Request, end: int, before: list[Copy], after: list[Copy]
+    ) -> tuple[tuple[int, int], ...]:
+        """Plan the snapshots of a prefill's next chunk; `Chunk.snapshots`."""
+        return self.planner.plan_chunk(request, end, before, after) if request.publishes else ()
 
     def plan_decode(self, request: Request, before: list[Copy], after: list[Copy]) -> None:
         """Plan the snapshot behind a decode row that fills a block, if one is wanted there."""

@@ -71,7 +71,8 @@ class Request:
         num_published_blocks: blocks already offered to the cache.
         publishes: whether it leaves blocks and snapshots in the cache.
         targets: token counts, ascending, where its prefill has yet to leave a snapshot.
-        pending_snapshot: the snapshot entry that the step under way fills at a chunk's end.
+        pending_snapshots: of these, the token counts whose snapshot the step under way leaves, and
+            the entry that it fills.
         rolling_snapshot: the entry that holds its newest state of a block boundary in decode.
         rolling_blocks: at which boundary; 0: nothing is in it, or a copy into it is under way.
         waits_for: the digest whose snapshot another request is about to leave.
@@ -103,7 +104,7 @@ class Request:
     num_published_blocks: int = 0
     publishes: bool = False
     targets: list[int] = field(default_factory=list)
-    pending_snapshot: int | None = None
+    pending_snapshots: dict[int, int] = field(default_factory=dict)
     rolling_snapshot: int | None = None
     rolling_blocks: int = 0
     waits_for: bytes | None = None

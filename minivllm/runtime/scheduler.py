@@ -47,6 +47,7 @@ class SchedulerLimits:
         max_model_len: longest sequence, prompt and output.
         snapshot_interval: tokens between snapshots of a long sequence; 0: none.
         prefix_caching: whether anything is looked up or left behind at all.
+        snapshots_on_the_way: the prefill graph leaves snapshots within a chunk (`Chunk.snapshots`).
         max_logits_rows: most tokens in a step of prompts whose log-probabilities are wanted.
         max_context_tokens: most tokens, history included, of all sequences that have a chunk in a
             step; a chunk alone may have more. None: any number.
@@ -57,6 +58,7 @@ class SchedulerLimits:
     max_model_len: int
     snapshot_interval: int = 0
     prefix_caching: bool = True
+    snapshots_on_the_way: bool = False
     max_context_tokens: int | None = None
     max_logits_rows: int = 256
 
@@ -85,7 +87,10 @@ class Scheduler:
         self.blocks = blocks
         self.slots = slots
         self.cache = PrefixCache(
-            blocks, snapshots if limits.prefix_caching else None, limits.snapshot_interval
+            blocks,
+            snapshots if limits.prefix_caching else None,
+            limits.snapshot_interval,
+            limits.snapshots_on_the_way,
         )
         self._memory = GroupMemory(blocks, slots)
         self._watermark = max(1, blocks.num_blocks // 100)
@@ -229,18 +234,18 @@ class Scheduler:
         plan.context -= end
         if request.params.prompt_logprobs is not None:
             plan.logits_rows -= end - start
-        plan.prefill.append(Chunk(request, start, end, last))
-        self.cache.plan_chunk(request, end, plan.before, plan.after)
+        snapshots = self.cache.plan_chunk(request, end, plan.before, plan.after)
+        plan.prefill.append(Chunk(request, start, end, last, snapshots))
         if last:
             plan.after += self._memory.plan_forks(request)
 
     def _chunk_end(self, request: Request, plan: StepPlan) -> int:
-        """A chunk ends at a snapshot's place, at the prefill's end, or else with a block."""
+        """A chunk ends where it must for a snapshot, at the prefill's end, or else with a block."""
         budget = plan.budget
         if request.params.prompt_logprobs is not None:
             budget = min(budget, plan.logits_rows)
         start = request.num_computed_tokens
-        stop = min([request.prefill_end, *request.targets[:1]])
+        stop = self.cache.next_stop(request) or request.prefill_end
         if stop <= start + budget:
             return stop
         aligned = (start + budget) // BLOCK_SIZE * BLOCK_SIZE

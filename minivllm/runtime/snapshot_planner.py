@@ -10,6 +10,7 @@ not own the entries (`snapshot_pool`) or K/V (`prefix_cache`). No torch.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 
 from minivllm.runtime.block_manager import IntegrityError
@@ -25,11 +26,14 @@ class SnapshotPlanner:
     Args:
         pool: of the snapshots.
         interval: tokens between the snapshots of a long prompt or output; 0: none.
+        on_the_way: the prefill graph leaves snapshots within a chunk; without it a chunk ends
+            wherever one is wanted, and the state is copied then.
     """
 
-    def __init__(self, pool: SnapshotPool, interval: int) -> None:
+    def __init__(self, pool: SnapshotPool, interval: int, on_the_way: bool = False) -> None:
         self.pool = pool
         self.interval = interval
+        self.on_the_way = on_the_way
         self._in_flight: dict[bytes, list[Request]] = {}  # what running prefills will leave
         self._num_rolling = 0
 
@@ -81,18 +85,37 @@ class SnapshotPlanner:
                     return digest
         return None
 
-    def plan_chunk(self, request: Request, end: int, before: list[Copy], after: list[Copy]) -> None:
-        """Plan the snapshot behind a chunk, if its end is a target that has none yet."""
-        if end not in request.targets[:1]:
-            return
-        digest = request.block_digests[end // BLOCK_SIZE - 1]
-        if self.pool.find(digest) is not None:
-            self.pool.touch(digest)
-            return
-        index = self.pool.take(before)
-        if index is not None:
-            request.pending_snapshot = index
-            after.append(StateCopy(("slot", request.state_slot), ("snapshot", index)))
+    def _leaves_on_the_way(self, start: int) -> bool:
+        """The graph counts its chunks of 64 tokens from where it starts, snapshots from zero."""
+        return self.on_the_way and start % BLOCK_SIZE == 0
+
+    def next_stop(self, request: Request) -> int | None:
+        """Where the next chunk has to end for a snapshot; None: nowhere."""
+        if self._leaves_on_the_way(request.num_computed_tokens) or not request.targets:
+            return None
+        return request.targets[0]
+
+    def plan_chunk(
+        self, request: Request, end: int, before: list[Copy], after: list[Copy]
+    ) -> tuple[tuple[int, int], ...]:
+        """Plan the snapshots of the next chunk's targets that have none yet.
+
+        Returns:
+            Those that the prefill graph leaves: token counts and entries.
+        """
+        on_the_way = self._leaves_on_the_way(request.num_computed_tokens)
+        left = []
+        for target in request.targets[: bisect_right(request.targets, end)]:
+            digest = request.block_digests[target // BLOCK_SIZE - 1]
+            if self.pool.find(digest) is not None:
+                self.pool.touch(digest)
+            elif (index := self.pool.take(before)) is not None:
+                request.pending_snapshots[target] = index
+                if on_the_way:
+                    left.append((target, index))
+                else:
+                    after.append(StateCopy(("slot", request.state_slot), ("snapshot", index)))
+        return tuple(left)
 
     def plan_decode(self, request: Request, before: list[Copy], after: list[Copy]) -> None:
         """Plan the copy to the rolling snapshot behind a token that fills a block.
@@ -115,14 +138,13 @@ class SnapshotPlanner:
 
     def advance(self, request: Request, boundary: int) -> None:
         """Publish what the copies at a block boundary, a token count, have filled."""
-        if request.targets and boundary == request.targets[0]:
-            request.targets.pop(0)
-            digest = request.block_digests[boundary // BLOCK_SIZE - 1]
+        while request.targets and request.targets[0] <= boundary:
+            target = request.targets.pop(0)
+            digest = request.block_digests[target // BLOCK_SIZE - 1]
             self._in_flight.pop(digest, None)
-            if request.pending_snapshot is not None:
-                self.pool.publish(request.pending_snapshot, digest)
-                request.pending_snapshot = None
-        elif request.rolling_snapshot is not None:
+            if target in request.pending_snapshots:
+                self.pool.publish(request.pending_snapshots.pop(target), digest)
+        if request.rolling_snapshot is not None:
             request.rolling_blocks = boundary // BLOCK_SIZE
             if self.interval and boundary % self.interval == 0:
                 self._end_rolling(request)
@@ -144,16 +166,15 @@ class SnapshotPlanner:
         """The request stops running: what was to come is withdrawn, its newest state published."""
         self._withdraw(request)
         request.targets = []
-        if request.pending_snapshot is not None:
-            self.pool.release(request.pending_snapshot)
-            request.pending_snapshot = None
+        while request.pending_snapshots:
+            self.pool.release(request.pending_snapshots.popitem()[1])
         self._end_rolling(request)
 
     def hand_over(self, request: Request, heir: Request) -> None:
         """The heir, whose tokens and digests are the same, goes on with a prefill under way."""
         self._withdraw(request)
         heir.targets, request.targets = request.targets, []
-        heir.pending_snapshot, request.pending_snapshot = request.pending_snapshot, None
+        heir.pending_snapshots, request.pending_snapshots = request.pending_snapshots, {}
         self._announce(heir)
 
     def check_integrity(self, running: Sequence[Request]) -> None:
@@ -163,7 +184,7 @@ class SnapshotPlanner:
             IntegrityError: naming what is wrong.
         """
         rolling = [r.rolling_snapshot for r in running if r.rolling_snapshot is not None]
-        pending = [r.pending_snapshot for r in running if r.pending_snapshot is not None]
+        pending = [index for r in running for index in r.pending_snapshots.values()]
         self.pool.check_integrity([*rolling, *pending])
         if len(rolling) != self._num_rolling:
             raise IntegrityError(f"{self._num_rolling} rolling snapshots, {len(rolling)} owners")

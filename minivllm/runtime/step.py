@@ -44,12 +44,15 @@ class Chunk:
 
     Attributes:
         last: it ends the prefill, so its last row's logits are sampled from.
+        snapshots: token counts in (start, end], and the snapshot entry that the prefill graph
+            fills with the state there.
     """
 
     request: Request
     start: int
     end: int
     last: bool
+    snapshots: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)

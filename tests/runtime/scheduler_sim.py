@@ -88,7 +88,7 @@ class Device:
             self.copy(copy)
         tokens = []
         for chunk in step.prefill:
-            state = self.run(chunk.request, chunk.start, chunk.end)
+            state = self.run(chunk.request, chunk.start, chunk.end, chunk.snapshots)
             if chunk.last:
                 tokens += [draw(state, m.seed, self.vocabulary) for m in chunk.request.group()]
         for request in step.decode:
@@ -114,7 +114,9 @@ class Device:
             c.start < c.end and c.start == c.request.num_computed_tokens for c in step.prefill
         )
 
-    def run(self, request: Request, start: int, end: int) -> int:
+    def run(
+        self, request: Request, start: int, end: int, snapshots: Sequence[tuple[int, int]] = ()
+    ) -> int:
         """Tokens [start, end) of one row: read what is before them, write what they add."""
         prefixes = self.prefixes(request)
         slots = self.states["slot"]
@@ -131,6 +133,9 @@ class Device:
                 assert block not in self.scheduler.blocks._digest_of, "a write to a cached block"
                 cells[known:stop] = prefixes[first + known : first + stop]
         slots[request.state_slot] = prefixes[end - 1]
+        for at, index in snapshots:
+            assert start < at <= end and (at - start) % BLOCK_SIZE == 0
+            self.states["snapshot"][index] = prefixes[at - 1]
         return prefixes[end - 1]
 
     def copy(self, copy: Copy) -> None:
@@ -173,15 +178,18 @@ class Sim:
         vocabulary: int = 50_000,
         ahead: bool = False,
         context: int | None = None,
+        on_the_way: bool = False,
     ) -> None:
         """`blocks` and `slots` do not count the padding rows' own; `ahead`: a step is scheduled and
-        launched before the tokens of the one before it are known."""
+        launched before the tokens of the one before it are known; `on_the_way`: a prefill leaves
+        snapshots within a chunk."""
         limits = SchedulerLimits(
             max_num_seqs=seqs,
             max_num_batched_tokens=budget,
             max_model_len=max_model_len or blocks * BLOCK_SIZE + 1,
             snapshot_interval=interval,
             prefix_caching=caching,
+            snapshots_on_the_way=on_the_way,
             max_logits_rows=logits_rows,
             max_context_tokens=context,
         )

@@ -153,7 +153,8 @@ def test_inputs_of_a_step(recorded: tuple[DecodeRunner, Recorder, list[Any]]) ->
         "input_ids": [7, 8, 9, 0],
         "positions": [0, 64, 130, 0],
         "state_slots": [5, 1, 2, 0],
-        "block_table": [[3, 0, 0, 0, 0], [9, 4, 0, 0, 0], [6, 2, 8, 1, 0], [0] * 5],
+        # blocks behind a row's position are not of this step
+        "block_table": [[3, 0, 0, 0, 0], [9, 4, 0, 0, 0], [6, 2, 8, 0, 0], [0] * 5],
         "seq_lens": [1, 65, 131, 0],
         "slot_mapping": [3 * 64, 4 * 64, 8 * 64 + 2, 0],
     }

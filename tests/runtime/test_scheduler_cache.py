@@ -265,6 +265,44 @@ def test_a_next_turn_reuses_the_output_of_the_last():
     assert sim.scheduler.stats.snapshots_kept == 4 + 1  # at each turn's end, and at 256
 
 
+def test_snapshots_on_the_way_need_no_cut():
+    """The graph leaves those at every interval, at a junction and at the last boundary."""
+    sim = Sim(interval=256, on_the_way=True)
+    sim.serve(words(300, 300))
+    request = sim.add(words(600, 200), snapshot_at=(400,))
+    step = sim.step()
+    assert spans(step, request) == [(0, 600)], "200 equal tokens, but no state behind them"
+    (chunk,) = step.prefill
+    assert [at for at, _ in chunk.snapshots] == [192, 256, 384, 512, 576] and not step.after
+    assert boundaries(sim, request.token_ids[:600]) == [192, 256, 384, 512, 576]
+    sim.run()
+    again = sim.add(words(220, 200, 3))
+    assert spans(sim.step(), again) == [(192, 220)]
+
+
+def test_a_chunk_that_starts_within_a_block_is_cut_and_copied():
+    """Its chunks of 64 tokens end elsewhere than blocks do."""
+    sim = Sim(budget=100, on_the_way=True)
+    other, request = sim.add(words(70)), sim.add(words(400, 0, 2), snapshot_at=(64, 128))
+    assert spans(sim.step(), request) == [(0, 30)]
+    found = []
+    while request.prefilling:
+        step = sim.step()
+        copied = [copy for copy in step.after if copy.source[1] == request.state_slot]
+        found += [(*spans(step, request), [at for at, _ in step.prefill[0].snapshots], len(copied))]
+    assert found == [
+        ((30, 64), [], 1),
+        ((64, 128), [128], 0),
+        ((128, 192), [], 0),
+        ((192, 256), [], 0),
+        ((256, 320), [], 0),
+        ((320, 400), [384], 0),
+    ]
+    assert boundaries(sim, request.token_ids[:400]) == [64, 128, 384]
+    sim.run()
+    assert other.status is Status.FINISHED
+
+
 @pytest.mark.parametrize("end", ["finish", "abort", "preempt"])
 def test_the_newest_state_stays_however_decode_ends(end):
     sim = Sim(blocks=20)

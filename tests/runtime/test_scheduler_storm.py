@@ -131,9 +131,10 @@ class Storm:
         assert all(r.status is Status.FINISHED for r in ended)
 
 
+@pytest.mark.parametrize("on_the_way", [False, True])
 @pytest.mark.parametrize("name", STORMS)
-def test_a_storm_loses_nothing_and_leaves_nothing(name):
-    storm = Storm(list(STORMS).index(name), **STORMS[name])
+def test_a_storm_loses_nothing_and_leaves_nothing(name, on_the_way):
+    storm = Storm(list(STORMS).index(name), **STORMS[name], on_the_way=on_the_way)
     storm.run(REQUESTS)
     sim, seen, stats = storm.sim, storm.seen, storm.sim.scheduler.stats
     assert len(sim.finished) > 0.6 * REQUESTS and len(storm.gone) > 50
@@ -180,12 +181,15 @@ def actions() -> st.SearchStrategy[tuple[object, ...]]:
     host=st.integers(0, 2),
     interval=st.sampled_from((0, 64, 128)),
     ahead=st.booleans(),
+    on_the_way=st.booleans(),
     todo=st.lists(actions(), min_size=2, max_size=20),
 )
-def test_any_small_scenario(blocks, seqs, budget, snapshots, host, interval, ahead, todo):
+def test_any_small_scenario(
+    blocks, seqs, budget, snapshots, host, interval, ahead, on_the_way, todo
+):
     sim = Sim(
         blocks, seqs, budget, snapshots, host, interval,
-        max_model_len=250, vocabulary=3, ahead=ahead,
+        max_model_len=250, vocabulary=3, ahead=ahead, on_the_way=on_the_way,
     )  # fmt: skip
     known: list[Request] = []
     for what, *rest in todo:

@@ -18,6 +18,7 @@ from torch.fx import Node
 from minivllm.compiler.graph import PHASES, Graph
 from minivllm.compiler.misses import Misses
 from minivllm.model.config import MiniQwenConfig
+from minivllm.ops.paged_attention import BLOCK_SIZE
 
 
 @dataclass(frozen=True)
@@ -25,18 +26,24 @@ class PassContext:
     """What the graph alone does not say.
 
     Attributes:
-        config: the architecture.
+        architecture: of the MiniQwen that is compiled; None for a user's own module.
         state_dtype: of the recurrent states.
         block_size: tokens in a KV block.
         disabled: names of passes that were left out; those that build on them may find less.
         misses: where a pass notes what it did not take; the runner gives each pass its own.
     """
 
-    config: MiniQwenConfig
-    state_dtype: torch.dtype
-    block_size: int
+    architecture: MiniQwenConfig | None
+    state_dtype: torch.dtype = torch.float32
+    block_size: int = BLOCK_SIZE
     disabled: frozenset[str] = frozenset()
     misses: Misses = field(default_factory=Misses)
+
+    @property
+    def config(self) -> MiniQwenConfig:
+        """The architecture, which those have that run on a MiniQwen only."""
+        assert self.architecture is not None, "a user's module has no MiniQwen config"
+        return self.architecture
 
 
 class GraphPass:
@@ -48,6 +55,8 @@ class GraphPass:
         mandatory: the graph cannot be executed with state without it.
         mutates: it brings ops that change state; passes after it see them.
         after: passes on whose result it builds; without one of them it may find less.
+        before: of a pass that is not in the pipeline: the pass in front of which it stands. The
+            first that brings mutation, unless it says otherwise: behind all fusions.
     """
 
     name: str
@@ -55,6 +64,7 @@ class GraphPass:
     mandatory: bool = False
     mutates: bool = False
     after: tuple[str, ...] = ()
+    before: str = "lower_mixers"
 
     def expected(self, phase: str, context: PassContext) -> list[str] | None:
         """The sites that must match in a MiniQwen of this config; None if that is not known."""

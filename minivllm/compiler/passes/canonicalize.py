@@ -8,7 +8,8 @@
     %p = mul(%x, %x)          # or square(%x)      ->    %p = pow(%x, 2)
     %y = type_as(%x, %z)                           ->    %y = to(%x, dtype of z)
 
-Nothing that changes a value is touched.
+Nothing that changes a value is touched. Each call that draws random numbers or returns nothing
+stays.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ def canonicalize(graph: Graph) -> list[str]:
             graph.fx.erase_node(node)
             removed.append(node.meta["module"])
             continue
+        if has_effect(node):
+            continue
         node = respell(graph, node)
         stand_in = node.args[0] if is_identity(node) else seen.setdefault(_key(node), node)
         if stand_in is not node:
@@ -93,11 +96,21 @@ def is_identity(node: Node) -> bool:
     return node.target in (aten.alias.default, aten.detach.default)
 
 
+def has_effect(node: Node) -> bool:
+    """Whether a call does more than compute: it returns nothing, or draws random numbers (two equal
+    calls differ, and one call less moves all later ones)."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    return torch.Tag.nondeterministic_seeded in node.target.tags or not node.target._schema.returns
+
+
 def remove_unused(graph: Graph) -> list[str]:
     """Erase calls and weights that nobody reads; returns the module of each call."""
     removed = []
     for node in reversed(list(graph.fx.nodes)):
-        if node.users or node.op not in ("call_function", "get_attr") or is_mutation(node):
+        if node.users or node.op not in ("call_function", "get_attr"):
+            continue
+        if is_mutation(node) or has_effect(node):
             continue
         graph.fx.erase_node(node)
         if node.op == "get_attr":

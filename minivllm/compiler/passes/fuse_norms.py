@@ -11,7 +11,7 @@
 
 Three places of the weight are known: `1 + w` in float32 (Qwen3.5, Gemma), `w` in float32, and
 `w` behind the cast (Llama). A gated norm (`w` behind the cast, times `silu(gate)`) contains the
-last of them, so it is looked for first.
+last of them, so it is looked for first. torch's own `rms_norm` is the second of them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from types import SimpleNamespace
 
 import torch
 from torch import Tensor
+from torch.fx import Node
 
 from minivllm.compiler.graph import Graph
 from minivllm.compiler.misses import Misses
@@ -87,8 +88,11 @@ class FuseNorms(GraphPass):
         return [*norms, *heads, *gates, "norm"]
 
     def run(self, graph: Graph, context: PassContext) -> list[str]:
-        gated_norm, norms = _patterns(graph.dtype)
-        sites = []
+        return [site for dtype in graph.dtypes for site in self._fuse(graph, dtype, context)]
+
+    def _fuse(self, graph: Graph, dtype: torch.dtype, context: PassContext) -> list[str]:
+        gated_norm, norms = _patterns(dtype)
+        sites = _respell_torch_norms(graph, dtype, context.misses)
         for m in find(graph, gated_norm, context.misses):
             if not _is_weight(graph, m, context.misses):
                 continue
@@ -109,6 +113,28 @@ class FuseNorms(GraphPass):
                 sites.append(m.node.meta["module"])
                 graph.replace(m.node, new)
         return sites
+
+
+def _respell_torch_norms(graph: Graph, dtype: torch.dtype, misses: Misses) -> list[str]:
+    """torch's own norm (`nn.RMSNorm`) is one call already, but no op of ours can take it along."""
+    sites = []
+    for node in graph.nodes(torch.ops.aten.rms_norm.default):
+        x, sizes, weight, eps = (*node.args, None, None)[:4]
+        assert isinstance(x, Node)
+        value = x.meta["val"]
+        if value.dtype != dtype:
+            continue
+        fits = isinstance(weight, Node) and weight.meta["val"].dtype == dtype
+        if not fits or len(sizes) != 1 or not isinstance(eps, float):  # type: ignore[arg-type]
+            reason = "our norm is over one dim, with a weight of x's dtype and an epsilon"
+            misses.add(graph, node, "rms_norm(x, [D], weight, eps)", reason=reason)
+            continue
+        # the weight is applied in float32, and the product rounded
+        arguments = x, weight, eps, 0.0, False
+        new = graph.call(OPS["rms_norm"].overload, *arguments, like=node)
+        sites.append(node.meta["module"])
+        graph.replace(node, new)
+    return sites
 
 
 def _is_weight(graph: Graph, m: Match, misses: Misses) -> bool:

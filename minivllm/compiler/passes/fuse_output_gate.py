@@ -11,7 +11,7 @@ import functools
 import torch
 from torch import Tensor
 
-from minivllm.compiler.graph import Graph
+from minivllm.compiler.graph import MODULE, Graph
 from minivllm.compiler.passes.base import GraphPass, PassContext, shape_of
 from minivllm.compiler.pattern import Pattern, find
 from minivllm.ops import OPS
@@ -37,10 +37,13 @@ class FuseOutputGate(GraphPass):
         return [f"layers.{i}.mixer" for i in context.config.attention_layers]
 
     def run(self, graph: Graph, context: PassContext) -> list[str]:
+        return [site for dtype in graph.dtypes for site in self._fuse(graph, dtype, context)]
+
+    def _fuse(self, graph: Graph, dtype: torch.dtype, context: PassContext) -> list[str]:
         sites = []
-        for m in find(graph, _pattern(graph.dtype), context.misses):
+        for m in find(graph, _pattern(dtype), context.misses):
             o, gate = (shape_of(graph, m[name]) for name in ("o", "gate"))
-            if len(o) != 3 or o != gate:  # a broadcast
+            if o != gate or not (graph.phase == MODULE or len(o) == 3):  # a broadcast
                 context.misses.unfit(graph, m, "gate", "a gate of o's shape, [tokens, H, D]")
                 continue
             new = graph.call(OPS["sigmoid_mul"].overload, m["o"], m["gate"], like=m.node)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minivllm.compiler.graph import Graph
+from minivllm.compiler.graph import MODULE, Graph
 from minivllm.compiler.passes.base import GraphPass, PassContext, shape_of
 from minivllm.compiler.pattern import Pattern, find
 from minivllm.ops import OPS
@@ -38,10 +38,15 @@ class FuseSiluMul(GraphPass):
         return [f"layers.{i}.mlp" for i in range(context.config.num_hidden_layers)]
 
     def run(self, graph: Graph, context: PassContext) -> list[str]:
+        return [site for dtype in graph.dtypes for site in self._fuse(graph, dtype, context)]
+
+    def _fuse(self, graph: Graph, dtype: torch.dtype, context: PassContext) -> list[str]:
         sites = []
-        for m in find(graph, _pattern(graph.dtype), context.misses):
+        for m in find(graph, _pattern(dtype), context.misses):
             gate, up = (shape_of(graph, m[name]) for name in ("gate", "up"))
-            if len(gate) != 2 or gate != up:  # a gated norm's tail by heads, or a broadcast
+            any_rank = graph.phase == MODULE
+            if gate != up or not (any_rank or len(gate) == 2):
+                # a broadcast, or a gated norm's tail by heads
                 context.misses.unfit(graph, m, "up", "an up of gate's shape, [tokens, N]")
                 continue
             new = graph.call(OPS["silu_mul"].overload, m["gate"], m["up"], like=m.node)

@@ -59,8 +59,11 @@ class MergeLinears(GraphPass):
 
 
 def _is_private(graph: Graph, weight: object) -> bool:
-    """Whether it is a weight with one reader."""
-    return isinstance(weight, Node) and weight.target in graph.weights and len(weight.users) == 1
+    """Whether it is a weight with one reader, in memory of its own."""
+    if not isinstance(weight, Node) or len(weight.users) != 1:
+        return False
+    spec = graph.weights.get(str(weight.target))
+    return spec is not None and not spec.shared
 
 
 def _merge(graph: Graph, module: str, nodes: list[Node]) -> None:
@@ -78,9 +81,10 @@ def _merge(graph: Graph, module: str, nodes: list[Node]) -> None:
         spec = graph.weights[names[0]]
         recipe = tuple(map(WeightPart, names, starts, widths))
         suffix = names[0].rpartition(".")[2]
-        short = "+".join(name.split(".")[-2] for name in names)
+        # the linears' names, or those of weights that belong to the module itself
+        short = "+".join((["", *name.split(".")])[-2] or name for name in names)
         merged = WeightSpec((sum(padded), *spec.shape[1:]), spec.dtype, recipe)
-        leaves.append(graph.weight(f"{module}.{short}.{suffix}", merged))
+        leaves.append(graph.weight(".".join(filter(None, (module, short, suffix))), merged))
     whole = graph.call(aten.linear.default, x, *leaves, like=first)
     gaps = [full - width for width, full in zip(widths, padded, strict=True)]
     sizes = [s for pair in zip(widths, gaps, strict=True) for s in pair if s > 0]
