@@ -140,6 +140,9 @@ class CompilerOptions(OptionGroup):
         bisect: numerics: print each stage's difference from the plain model, and which pass is the
             first that leaves the tolerance; speed: the time of a decode step after each pass, and
             which one is the first that makes it slower.
+        measure: for `inspect`, with weights: run the planned steps, and put the measured time of
+            each call beside what it must move at least.
+        extra_passes: passes of your own, as `module:Class`; docs/writing_a_pass.md.
         disable: names of passes to leave out.
         stop_after: name of the last pass to run.
         implementations: op name -> the implementation it must use.
@@ -153,6 +156,8 @@ class CompilerOptions(OptionGroup):
     verify: bool = option(False)
     explain: str | None = option(None)
     bisect: str | None = option(None, choices=("numerics", "speed"))
+    measure: bool = option(False)
+    extra_passes: tuple[str, ...] = option(())
     disable: tuple[str, ...] = option(())
     stop_after: str | None = option(None)
     implementations: Mapping[str, str] = option(factory=dict)
@@ -218,6 +223,10 @@ class RuntimeOptions(OptionGroup):
         state_dtype: of the recurrent state; auto: the checkpoint's `mamba_ssm_dtype`, else float32.
         num_threads: threads of an op on a CPU; None: 1 for a model of few weights, else torch's.
         seed: base of the sampling seeds of requests that bring none.
+        profile: a folder for a trace of some steps, and a table of their time by kernel (on a CPU
+            by op); None: no profile.
+        profile_steps: that are traced.
+        profile_skip: steps before them, which warm up.
     """
 
     group: ClassVar[str] = "runtime"
@@ -237,6 +246,19 @@ class RuntimeOptions(OptionGroup):
     state_dtype: str = option("auto", choices=("auto", "float32", "bfloat16"))
     num_threads: int | None = option(None, at_least=1, at_most=512)
     seed: int = option(0, at_least=0, at_most=2**63 - 1)
+    profile: str | None = option(None)
+    profile_steps: int = option(20, at_least=1)
+    profile_skip: int = option(10, at_least=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name.startswith("profile_") and value != field.default and not self.profile:
+                raise UserError(
+                    f"runtime.{field.name}={value} says which steps runtime.profile records, and "
+                    "it names no folder; name one: runtime.profile=profile"
+                )
 
 
 @dataclass(frozen=True)
@@ -253,6 +275,16 @@ class EngineConfig:
                 "runtime.async_scheduling=true: compiler.mode='reference' begins every step with "
                 "the whole sequence, so it must have seen it; choose false or null, or another mode"
             )
+        if self.compiler.mode == "reference":
+            given = _changed(self.runtime, "kv_cache_memory_bytes", "state_dtype") + _changed(
+                self.runtime.prefix_cache, "snapshot_interval", "memory_bytes", "host_memory_bytes"
+            )
+            if given:
+                raise UserError(
+                    "compiler.mode='reference' keeps no KV cache, no states and no prefix cache, "
+                    f"so {', '.join(given)} cannot be honoured; choose compiler.mode=eager or "
+                    "compiled"
+                )
 
     @classmethod
     def from_mapping(cls, data: object) -> EngineConfig:
@@ -276,6 +308,12 @@ def unknown_key(key: str, value: object, choices: Collection[str]) -> UserError:
     return UserError(f"{key}={value}: no such key; {hint}choices: {', '.join(sorted(choices))}")
 
 
+def _changed(options: OptionGroup, *names: str) -> list[str]:
+    """Those options, with their groups, that are not as they are by default."""
+    default = type(options)()
+    return [f"{options.group}.{n}" for n in names if getattr(options, n) != getattr(default, n)]
+
+
 def _is_group(hint: Any) -> bool:
     return isinstance(hint, type) and issubclass(hint, OptionGroup)
 
@@ -295,7 +333,7 @@ def _checked(key: str, value: Any, field: dataclasses.Field[Any], hints: Mapping
         if not isinstance(value, hints[field.name]):
             raise UserError(f"{key}: {value!r} is not a {hints[field.name].__name__}")
         return value
-    optional, kind = _without_none(hints[field.name])
+    optional, kind = without_none(hints[field.name])
     if value is None and optional:
         return None
     if hints[field.name] == tuple[int, ...]:
@@ -303,7 +341,7 @@ def _checked(key: str, value: Any, field: dataclasses.Field[Any], hints: Mapping
     try:
         value = _converted(value, kind)
     except TypeError:
-        raise UserError(f"{key}: {value!r} is not {_described(rule, kind, optional)}") from None
+        raise UserError(f"{key}: {value!r} is not {described(rule, kind, optional)}") from None
     allowed = True
     if kind is str:
         pattern = rule["pattern"] or "|".join(rule["choices"]) or ".+"
@@ -318,7 +356,7 @@ def _checked(key: str, value: Any, field: dataclasses.Field[Any], hints: Mapping
             and (kind is float or value % rule["multiple_of"] == 0)
         )
     if not allowed:
-        raise UserError(f"{key}: {value!r} is not {_described(rule, kind, optional)}")
+        raise UserError(f"{key}: {value!r} is not {described(rule, kind, optional)}")
     return value
 
 
@@ -330,7 +368,7 @@ def _checked_integers(key: str, value: Any, rule: Mapping[str, Any]) -> tuple[in
     return tuple(value)
 
 
-def _without_none(hint: Any) -> tuple[bool, Any]:
+def without_none(hint: Any) -> tuple[bool, Any]:
     """Whether None is allowed, and the type beside it (`tuple`, `Mapping` without arguments)."""
     parts = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     kinds = [part for part in parts if part is not type(None)]
@@ -353,7 +391,8 @@ def _converted(value: Any, kind: Any) -> Any:
     raise TypeError(kind)
 
 
-def _described(rule: Mapping[str, Any], kind: Any, optional: bool) -> str:
+def described(rule: Mapping[str, Any], kind: Any, optional: bool) -> str:
+    """The values that a field takes, in words: `an integer >= 1 or null`."""
     if rule["choices"]:
         text = "one of: " + ", ".join(rule["choices"])
     elif kind in (int, float):

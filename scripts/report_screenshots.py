@@ -32,6 +32,7 @@ VIEWS = {  # what a picture shows -> the element it starts at
     "passes": "decode",
     "layers": "decode-layer-1",
     "changes": "decode-fuse_norms",
+    "misses": "prefill-fuse_silu_mul-near",
 }
 KEPT = {  # pictures: model, width, view, scheme
     ("08b", "desktop", "overview", "light"),
@@ -39,9 +40,11 @@ KEPT = {  # pictures: model, width, view, scheme
     ("08b", "desktop", "changes", "dark"),
     ("08b", "narrow", "changes", "light"),
     ("tiny", "desktop", "passes", "light"),
+    ("tiny", "desktop", "misses", "light"),
     ("tiny", "narrow", "overview", "light"),
 }
 MAX_BYTES = 300_000
+MAX_TABS = 60  # presses of the tab key from the top of the page to the table of passes
 
 
 class Browser:
@@ -121,6 +124,12 @@ class Browser:
         return base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
 
 
+def find_chromium() -> str | None:
+    """The program, from CHROMIUM or the PATH."""
+    names = ("chromium", "chromium-browser", "google-chrome", "chrome")
+    return os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
+
+
 @contextmanager
 def chromium() -> Iterator[Browser]:
     """A browser with a profile of its own; ended when the block is left.
@@ -128,8 +137,7 @@ def chromium() -> Iterator[Browser]:
     Raises:
         SystemExit: there is none.
     """
-    names = ("chromium", "chromium-browser", "google-chrome", "chrome")
-    found = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
+    found = find_chromium()
     if found is None:
         raise SystemExit("no Chromium found: apt-get install chromium, or set CHROMIUM")
     browser_reads, we_write = os.pipe()
@@ -215,6 +223,55 @@ def check_page(browser: Browser, page: Path) -> list[str]:
     return faults
 
 
+def check_keys(browser: Browser) -> list[str]:
+    """What the keyboard alone does not reach: a pass, its difference, a model line, a wide table.
+
+    The browser has the page open, as it was loaded.
+    """
+    focus = "document.activeElement"
+    link = "'.scroll th a'"
+
+    def tab_to(wanted: str) -> bool:
+        for _ in range(MAX_TABS):
+            browser.press("Tab", 9)
+            if browser.evaluate(wanted):
+                return True
+        return False
+
+    if not tab_to(f"{focus}.matches({link})"):
+        return [f"{MAX_TABS} tabs do not lead to a pass"]
+    faults = []
+    part = browser.evaluate(f"{focus}.hash.slice(1)")
+    browser.press("Enter", 13, "\r")
+    browser.evaluate("new Promise(done => setTimeout(done, 100))")
+    target = f"document.getElementById('{part}')"
+    if not browser.evaluate(f"{target}.open"):
+        faults.append(f"enter on the pass {part} does not open what it changed")
+    top = browser.evaluate(f"{target}.getBoundingClientRect().top")
+    if not 0 <= top < browser.evaluate("innerHeight"):
+        faults.append(f"enter on the pass {part} does not show what it changed")
+    if not tab_to(f"{target}.contains({focus})"):
+        faults.append("the tab key does not go on inside of what a pass changed")
+    # a call's line of the model
+    if tab_to(f"{focus}.matches('.change a[href^=\"#L\"]')"):
+        line = browser.evaluate(f"{focus}.hash.slice(1)")
+        browser.press("Enter", 13, "\r")
+        browser.evaluate("new Promise(done => setTimeout(done, 100))")
+        if browser.evaluate("document.querySelector(':target')?.id") != line:
+            faults.append(f"enter on a call's line does not lead to {line}")
+    else:
+        faults.append("the tab key does not reach a call's line")
+    # what scrolls by itself does so by the arrow keys
+    browser.evaluate("document.querySelector('.scroll').focus()")
+    wider = "document.querySelector('.scroll').scrollWidth > document.querySelector('.scroll')"
+    if browser.evaluate(f"{wider}.clientWidth"):
+        browser.press("ArrowRight", 39)
+        browser.evaluate("new Promise(done => setTimeout(done, 400))")
+        if browser.evaluate("document.querySelector('.scroll').scrollLeft") <= 0:
+            faults.append("arrow keys do not move a table that is wider than the window")
+    return faults
+
+
 def show(browser: Browser, element: str) -> None:
     browser.evaluate(
         "document.querySelectorAll('details').forEach(d => d.open = d.closest('.tree') !== null "
@@ -248,6 +305,8 @@ def main() -> int:
                     browser.open(page.as_uri(), *size, scheme)
                     where = f"{short}, {width_name}, {scheme}"
                     faults += [f"{where}: {fault}" for fault in check_page(browser, page)]
+                    browser.open(page.as_uri(), *size, scheme)
+                    faults += [f"{where}: {fault}" for fault in check_keys(browser)]
                     for view, element in VIEWS.items():
                         if not arguments.all and (short, width_name, view, scheme) not in KEPT:
                             continue

@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import Qwen3_5ForCausalLM
 
 from minivllm.compiler.passes import lower_mixers
+from minivllm.compiler.passes.canonicalize import remove_unused
 from minivllm.model import miniqwen
 from minivllm.runtime.model_runner import ModelRunner
 
@@ -131,6 +132,7 @@ def _lowered_without_its_write(kind: str) -> Patch:
                 if pool.target.endswith(kind):
                     old = graph.call(torch.ops.aten.index_select.default, pool, 0, slots, like=node)
                     node.args = (pool, dim, slots, old)
+            remove_unused(graph)  # what was to be written: a pass leaves nothing unread
             return sites
 
         patch.setattr(lower_mixers.LowerMixers, "run", wrong)

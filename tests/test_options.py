@@ -261,3 +261,19 @@ def test_reference_mode_compiles_nothing():
     with pytest.raises(UserError, match=r"runtime.async_scheduling=true: .* choose false or null"):
         EngineConfig(model, reference, RuntimeOptions(async_scheduling=True))
     assert EngineConfig(model, reference).runtime.async_scheduling is None
+
+
+def test_reference_mode_keeps_nothing():
+    model, reference = ModelOptions(path="asset://tiny"), CompilerOptions(mode="reference")
+    cache = PrefixCacheOptions(snapshot_interval=64, memory_bytes=7, host_memory_bytes=9)
+    runtime = RuntimeOptions(prefix_cache=cache, kv_cache_memory_bytes=7, state_dtype="bfloat16")
+    message = (
+        r"so runtime.kv_cache_memory_bytes, runtime.state_dtype, "
+        r"runtime.prefix_cache.snapshot_interval, runtime.prefix_cache.memory_bytes, "
+        r"runtime.prefix_cache.host_memory_bytes cannot be honoured; choose compiler.mode=eager"
+    )
+    with pytest.raises(UserError, match=message):
+        EngineConfig(model, reference, runtime)
+    assert EngineConfig(model, CompilerOptions(mode="eager"), runtime).runtime == runtime
+    off = RuntimeOptions(prefix_cache=PrefixCacheOptions(enabled=False))
+    assert EngineConfig(model, reference, off).runtime == off  # which is what it does

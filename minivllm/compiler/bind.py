@@ -10,7 +10,7 @@ own the tensors: the runtime loads weights and allocates pools.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -92,12 +92,11 @@ def bind(
     chosen: dict[str, Implementation] = {}
     warnings: list[str] = []
     attributes: dict[str, Any] = {}
+    flat_names = attribute_names([*graph.weights, *graph.states])
     for node in bound.nodes:
         if node.op == "get_attr":
-            # flat names: a dotted one would be looked up module by module on every step
             name = str(node.target)
-            flat = re.sub(r"\W", "_", name)
-            assert flat not in attributes, f"{name} has the flat name of another leaf"
+            flat = flat_names[name]
             attributes[flat] = weights[name] if name in graph.weights else states[name]
             node.target = flat
         elif node.target in by_overload:
@@ -110,3 +109,20 @@ def bind(
     names = {op: implementation.name for op, implementation in chosen.items()}
     capturable = all(implementation.capturable for implementation in chosen.values())
     return Executable(module, graph.input_names, names, warnings, capturable)
+
+
+def attribute_names(names: Iterable[str]) -> dict[str, str]:
+    """The attribute of a bound module that holds each weight and state.
+
+    Flat names: a dotted one would be looked up module by module on every step.
+    """
+    flat: dict[str, str] = {}
+    taken: set[str] = set()
+    for name in names:
+        plain = unique = re.sub(r"\W", "_", name)
+        number = 1
+        while unique in taken:  # `a.b_c` and `a_b.c`
+            unique, number = f"{plain}_{number}", number + 1
+        taken.add(unique)
+        flat[name] = unique
+    return flat

@@ -30,8 +30,8 @@ from torch import Tensor
 
 from minivllm.compiler.bind import Executable, bind
 from minivllm.compiler.graph import Graph
-from minivllm.compiler.passes.base import PassContext
-from minivllm.compiler.pipeline import PIPELINE, executable_prefixes
+from minivllm.compiler.passes.base import GraphPass, PassContext
+from minivllm.compiler.pipeline import executable_prefixes, with_extra
 from minivllm.compiler.recipe import assemble
 from minivllm.compiler.runner import run_passes
 from minivllm.compiler.verify import Comparison, Verifier
@@ -137,6 +137,7 @@ def bisect_speed(
     context: PassContext,
     device: torch.device | None = None,
     rounds: int = ROUNDS,
+    extra: Sequence[GraphPass] = (),
 ) -> SpeedBisection:
     """Time a decode step after each prefix of the pipeline that can be executed.
 
@@ -146,6 +147,7 @@ def bisect_speed(
         context: as for the passes of the compilation.
         device: where to run; None: CUDA if there is one.
         rounds: pairs of measurements of each two steps.
+        extra: a user's passes.
     """
     if device is None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -153,14 +155,16 @@ def bisect_speed(
     fixed = constants(context.config)
     shapes = {n: w.shape for n, w in source.weights.items() if n not in fixed}
     plain = dummy_weights(shapes, dtype, "cpu", seed=0) | fixed
-    prefixes = executable_prefixes(options.mode, "decode", options.disable, options.stop_after)
+    prefixes = executable_prefixes(
+        options.mode, "decode", options.disable, options.stop_after, extra
+    )
     timings: list[Timing] = []
     before: Callable[[], None] | None = None
     with _clock(device) as clock:
         for name, passes in prefixes:
             kept = {p.name for p in passes}
             # what a prefix leaves out is not missed by the passes behind it
-            left_out = frozenset(p.name for p in PIPELINE if p.name not in kept)
+            left_out = frozenset(p.name for p in with_extra(extra) if p.name not in kept)
             graph = source.clone("decode")
             run_passes(graph, passes, dataclasses.replace(context, disabled=left_out))
             step = _step(graph, plain, context, device, dtype, options)

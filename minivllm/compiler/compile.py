@@ -19,12 +19,14 @@ from minivllm.compiler.bisect import NumericsBisection, bisect_speed
 from minivllm.compiler.dump import Dump
 from minivllm.compiler.explain import Explain
 from minivllm.compiler.graph import PHASES, Graph
-from minivllm.compiler.passes.base import PassContext
+from minivllm.compiler.pass_check import load_passes
+from minivllm.compiler.passes.base import GraphPass, PassContext
 from minivllm.compiler.pipeline import check_name, select_passes
 from minivllm.compiler.runner import Observer, PassReport, run_passes
 from minivllm.compiler.trace import trace
 from minivllm.compiler.verify import Verifier
 from minivllm.config import CompilerOptions
+from minivllm.errors import UserError
 from minivllm.model.config import MiniQwenConfig
 from minivllm.ops.paged_attention import BLOCK_SIZE
 
@@ -68,6 +70,7 @@ def compile_model(
     observers: Sequence[Observer] = (),
     say: Callable[[str], None] = logger.info,
     device: torch.device | None = None,
+    passes: Sequence[GraphPass] = (),
 ) -> CompiledModel:
     """Trace the model once and lower it for both phases.
 
@@ -80,18 +83,27 @@ def compile_model(
         observers: called with each graph and the stage's name, first for the source.
         say: takes the texts of `explain` and `bisect`.
         device: where `bisect=speed` runs; None: CUDA if there is one.
+        passes: a user's own, beside those of `options.extra_passes`; each is placed by its
+            `before`.
 
     Raises:
-        UserError: an option names an unknown pass.
+        UserError: reference mode, which has no graph; an option names an unknown pass, or one that
+            does not run; one of `passes` is no pass.
         CompileError: a pass failed, or a stage left the tolerance of `verify`.
     """
-    passes = {
-        phase: select_passes(options.mode, phase, options.disable, options.stop_after)
+    if options.mode == "reference":
+        raise UserError(
+            "compiler.mode='reference' runs the plain model: there are no graphs and no passes; "
+            "choose compiler.mode=eager or compiled"
+        )
+    extra = [*load_passes(options.extra_passes), *passes]
+    selected = {
+        phase: select_passes(options.mode, phase, options.disable, options.stop_after, extra)
         for phase in PHASES
     }
     explain = None
     if options.explain is not None:
-        check_name("explain", options.explain)
+        check_name("explain", options.explain, extra)
         explain = Explain(options.explain, say)
     start = time.perf_counter()
     source = trace(config, dtype)
@@ -114,9 +126,9 @@ def compile_model(
         for phase in PHASES:
             start = time.perf_counter()
             graphs[phase] = source.clone(phase)
-            if explain is not None and explain.name not in {p.name for p in passes[phase]}:
+            if explain is not None and explain.name not in {p.name for p in selected[phase]}:
                 say(f"{explain.name} does not run on the {phase} graph of this pipeline")
-            reports += run_passes(graphs[phase], passes[phase], context, watching, explain)
+            reports += run_passes(graphs[phase], selected[phase], context, watching, explain)
             seconds[phase] = time.perf_counter() - start
     finally:
         if numerics is not None:
@@ -124,5 +136,5 @@ def compile_model(
     if dump is not None:
         dump.finish(reports, seconds)
     if options.bisect == "speed":
-        say(bisect_speed(source, options, context, device).report())
+        say(bisect_speed(source, options, context, device, extra=extra).report())
     return CompiledModel(source, graphs, reports, seconds)

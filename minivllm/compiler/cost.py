@@ -7,7 +7,8 @@ Owns the counting. Does not own measurements (`bench/`).
     table.stages["decode"][-1].cost.launches
 
 A launch is a call that computes something; views and tuple elements cost nothing. Decode attention
-is two where its kernel splits the keys, and so is a linear with the norm behind it. Bytes are what
+is two where its kernel splits the keys, and so is a linear with the norm behind it; prefill
+attention's second kernel, behind a short part that is split as well, is not counted. Bytes are what
 a call must read and write at least once: its tensors, but of a pool only the rows it touches, and
 no scratch memory. FLOPs are those of linears, convolutions, attention (of the keys that a token
 sees) and the delta rule as it is defined, token by token; a multiplication and an addition are two.

@@ -9,7 +9,8 @@ Owns the folder. Does not own the listing (listing.py), the costs (cost.py) or t
 `<phase>/NN_<stage>.txt` is the graph after a stage, `NN_<stage>.diff` the change since the stage
 before (`patch` turns one into the other), `summary.json` the numbers of the table that `inspect`
 prints. All are the same bytes for the same commit. Times are not: they stand in `timings.json` and
-in one element of `index.html`, which is otherwise the same as well.
+in one element of `index.html`, which is otherwise the same as well. If a step was measured, its
+times are in `measured.json` and all over the page.
 """
 
 from __future__ import annotations
@@ -22,9 +23,14 @@ from pathlib import Path
 from typing import Any
 
 from minivllm.compiler.cost import STEPS, CostTable, Stage, call_costs, planned_context
+from minivllm.compiler.explain import MissGroup, grouped_misses
 from minivllm.compiler.graph import Graph
 from minivllm.compiler.listing import format_graph
-from minivllm.compiler.report import CallRow, Report, StageRow, alike, write_report
+from minivllm.compiler.measured import MeasuredStep
+from minivllm.compiler.measured_text import measured_json
+from minivllm.compiler.report import write_report
+from minivllm.compiler.report_data import CallRow, Report, StageRow
+from minivllm.compiler.report_layers import alike
 from minivllm.compiler.runner import PassReport
 from minivllm.compiler.text import dtype_text
 from minivllm.compiler.text_diff import unified
@@ -56,6 +62,7 @@ class Dump:
         self.costs = CostTable()
         self.texts: dict[str, list[str]] = {}  # of each phase's stages, all layers
         self.calls: dict[str, list[list[CallRow]]] = {}
+        self.misses: dict[str, list[list[MissGroup]]] = {}
         self.dtype = ""
         self._names: dict[str, list[str]] = {}
 
@@ -83,14 +90,21 @@ class Dump:
         self.calls.setdefault(phase, []).append(
             [CallRow(node.name, node.meta["module"], cost) for node, cost in costs.items()]
         )
+        self.misses.setdefault(phase, []).append(grouped_misses(graph))
         self.dtype = dtype_text(graph.dtype)
 
-    def finish(self, reports: Sequence[PassReport], seconds: Mapping[str, float]) -> None:
+    def finish(
+        self,
+        reports: Sequence[PassReport],
+        seconds: Mapping[str, float],
+        measured: Mapping[str, MeasuredStep] | None = None,
+    ) -> None:
         """Write the summary, the times and the report.
 
         Args:
             reports: of all phases, as `runner.run_passes` returns them.
             seconds: of the parts of the compilation.
+            measured: phase to the measured step of its last graph; None: nothing was measured.
         """
         rows = {
             phase: _rows(self.costs.stages[phase], [r for r in reports if r.phase == phase])
@@ -124,13 +138,19 @@ class Dump:
             rows=rows,
             texts=self.texts,
             calls=self.calls,
+            misses=self.misses,
+            documents={report.name: report.document for report in reports},
             classes=classes,
             shown=self.layers or tuple(members[0] for members in classes),
             times=times,
+            measured=measured or {},
         )
         with self._writing():
             _write_json(self.folder / "summary.json", summary)
             _write_json(self.folder / "timings.json", times)
+            if measured:
+                steps = {phase: measured_json(step) for phase, step in measured.items()}
+                _write_json(self.folder / "measured.json", steps)
             (self.folder / "index.html").write_text(write_report(report), encoding="utf-8")
 
     def _clear(self, folder: Path) -> None:
@@ -138,7 +158,7 @@ class Dump:
         for pattern in ("[0-9][0-9]_*.txt", "[0-9][0-9]_*.diff"):
             for old in folder.glob(pattern):
                 old.unlink()
-        for name in ("summary.json", "timings.json", "index.html"):
+        for name in ("summary.json", "timings.json", "measured.json", "index.html"):
             (self.folder / name).unlink(missing_ok=True)
 
     @contextmanager

@@ -45,12 +45,42 @@ def explanation(graph: Graph, name: str, sites: Sequence[str], misses: Misses) -
         return "\n".join(lines)
     lines.append(f"{count(len(near), 'near miss')}, the most advanced first:")
     for miss in near[:NEAR_MISSES]:
-        lines += ["", f"  {miss.site or '(top)'}: {_progress(miss)}", *_details(miss)]
+        lines += ["", f"  {miss.site or '(top)'}: {progress(miss)}", *_details(miss)]
     if len(near) > NEAR_MISSES:
         left = Counter(_place(miss.site) for miss in near[NEAR_MISSES:])
         places = ", ".join(f"{n} in {place}" for place, n in left.items())
         lines += ["", f"  and {len(near) - NEAR_MISSES} less advanced: {places}"]
     return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class MissGroup:
+    """Near misses of one pass that differ in their layer and in names only.
+
+    Attributes:
+        miss: the most advanced of them.
+        sites: of all, in its order of them.
+    """
+
+    miss: Miss
+    sites: tuple[str, ...]
+
+    @property
+    def places(self) -> list[str]:
+        """Where they are: `layers.*.mlp: 24, in layers 0-23`."""
+        return _grouped(self.sites)
+
+
+def grouped_misses(graph: Graph) -> list[MissGroup]:
+    """The near misses of the pass that a graph comes from, in groups, the most advanced first."""
+    if graph.misses is None:
+        return []
+    groups: dict[tuple[str, ...], list[Miss]] = {}
+    for miss in near_misses(graph, graph.misses):
+        texts = (re.sub(r"%\w+|layers\.\d+", "", t) for t in (miss.expected, miss.reason))
+        key = (_place(miss.site), miss.pattern, miss.source, *texts)
+        groups.setdefault(key, []).append(miss)
+    return [MissGroup(group[0], tuple(m.site for m in group)) for group in groups.values()]
 
 
 def shortfall(graph: Graph, missing: Iterable[str], misses: Misses) -> str:
@@ -74,7 +104,7 @@ def shortfall(graph: Graph, missing: Iterable[str], misses: Misses) -> str:
                 why = _nothing_called(graph, misses)
             lines.append(f"  {site}: no candidate{why}")
         else:
-            lines += [f"  {site}: nearest miss in {miss.site or '(top)'}: {_progress(miss)}"]
+            lines += [f"  {site}: nearest miss in {miss.site or '(top)'}: {progress(miss)}"]
             lines += _details(miss)
         if len(members) > 1:
             lines.append(f"    the same in {', '.join(s for s, _ in members[1:])}")
@@ -112,7 +142,8 @@ def _nearest(site: str, near: Sequence[Miss]) -> Miss | None:
     return None
 
 
-def _progress(miss: Miss) -> str:
+def progress(miss: Miss) -> str:
+    """How far a miss got: `1 of 2 nodes of swiglu fit, stopped at %sigmoid`."""
     what = f" of {miss.pattern}" if miss.pattern else ""
     return f"{miss.matched} of {miss.total} nodes{what} fit, stopped at {miss.at}"
 

@@ -64,3 +64,17 @@ def is_shown(module: str, layers: Collection[int]) -> bool:
     """Whether a listing of `layers` shows what belongs to a module."""
     layer = layer_of(module)
     return not layers or layer is None or layer in layers
+
+
+def sections(text: str) -> list[tuple[str, list[str]]]:
+    """The modules of a listing that `format_graph` wrote, in order, each with its lines.
+
+    Inputs, states and the end are left out.
+    """
+    found: list[tuple[str, list[str]]] = []
+    for line in text.splitlines():
+        if line.startswith("  "):
+            found[-1][1].append(line)
+        elif line.endswith(":") and " " not in line:
+            found.append((line[:-1].replace("(top)", ""), []))
+    return found

@@ -8,6 +8,7 @@ Owns everything that is the same for all passes. Does not own their order (pipel
 from __future__ import annotations
 
 import dataclasses
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -16,7 +17,9 @@ from dataclasses import dataclass
 from minivllm.compiler import contract
 from minivllm.compiler.explain import Explain, explanation, shortfall
 from minivllm.compiler.graph import Graph
-from minivllm.compiler.misses import Misses
+from minivllm.compiler.misses import Miss, Misses
+from minivllm.compiler.near_miss import near_misses
+from minivllm.compiler.pass_check import check_passes, check_sites, explain_error
 from minivllm.compiler.passes.base import GraphPass, PassContext
 from minivllm.compiler.passes.canonicalize import remove_unused
 from minivllm.errors import UserError
@@ -47,6 +50,8 @@ class PassReport:
         expected: sites the config says it must rewrite, or None.
         seconds: spent in the pass itself.
         calls_before, calls_after: `call_function` nodes.
+        document: what it is for: the docstring of its module.
+        misses: what it nearly took, on a user's module, which has no sites that it must rewrite.
     """
 
     name: str
@@ -56,6 +61,8 @@ class PassReport:
     seconds: float
     calls_before: int
     calls_after: int
+    document: str = ""
+    misses: tuple[Miss, ...] = ()
 
 
 def run_passes(
@@ -69,12 +76,14 @@ def run_passes(
 
     Args:
         observers: called with the graph and the stage's name, first for the source ("source")
-            and then after each pass: dumps, verification.
+            and then after each pass: dumps, verification. `graph.misses` is the pass's then.
         explain: a pass whose matches and near misses are told, even if it fails then.
 
     Raises:
+        UserError: something that is no pass, or two passes of one name.
         CompileError: a pass raised, broke the contract, or missed sites it must find.
     """
+    check_passes(passes)
     reports: list[PassReport] = []
     for observe in observers:
         observe(graph, "source")
@@ -85,10 +94,10 @@ def run_passes(
             report = _run_one(graph, graph_pass, context, may_mutate, explain)
             for observe in observers:
                 observe(graph, graph_pass.name)
-        except UserError:
+        except (UserError, BrokenPipeError):  # the user's input, and whoever reads what is printed
             raise
         except Exception as error:
-            cause, details = f"{type(error).__name__}: {error}", ""
+            cause, details = explain_error(graph, error), ""
             if isinstance(error, CompileError):
                 cause, details = error.message, error.details
             before = ", ".join(r.name for r in reports) or "none"
@@ -109,16 +118,25 @@ def _run_one(
     explain: Explain | None,
 ) -> PassReport:
     context = dataclasses.replace(context, misses=Misses())
-    graph.stage = graph_pass.name
+    graph.stage, graph.misses = graph_pass.name, context.misses
     calls_before = len(graph.nodes())
+    before = contract.snapshot(graph)
     start = time.perf_counter()
     matches = graph_pass.run(graph, context)
-    remove_unused(graph)
     seconds = time.perf_counter() - start
-    assert isinstance(matches, list), f"{graph_pass.name}.run returned {type(matches).__name__}"
+    complaint = check_sites(graph_pass, matches)
+    if complaint is not None:
+        raise CompileError(complaint)
+    contract.check_changes(graph, before)
+    remove_unused(graph)
     if explain is not None and explain.name == graph_pass.name:
         explain.say(explanation(graph, graph_pass.name, matches, context.misses))
-    expected = graph_pass.expected(graph.phase, context)
+    expected = None
+    misses: tuple[Miss, ...] = ()
+    if context.architecture is not None:
+        expected = graph_pass.expected(graph.phase, context)
+    else:
+        misses = tuple(near_misses(graph, context.misses))
     if not context.disabled.isdisjoint(graph_pass.after):
         expected = None
     if expected is not None:
@@ -132,6 +150,8 @@ def _run_one(
         seconds=seconds,
         calls_before=calls_before,
         calls_after=len(graph.nodes()),
+        document=(sys.modules[type(graph_pass).__module__].__doc__ or "").strip(),
+        misses=misses,
     )
 
 

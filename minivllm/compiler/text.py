@@ -45,15 +45,16 @@ def argument_text(graph: Graph, value: Any) -> str:
 
 def type_text(graph: Graph, node: Node) -> str:
     """Dtype and shape of a node's value: `float32[tokens, 8]`."""
+    return value_text(graph, node.meta["val"])
 
-    def describe(value: Any) -> str:
-        if isinstance(value, torch.Tensor):
-            return f"{dtype_text(value.dtype)}[{', '.join(graph.named(s) for s in value.shape)}]"
-        if isinstance(value, (list, tuple)):
-            return f"({', '.join(describe(v) for v in value)})"
-        return type(value).__name__
 
-    return describe(node.meta["val"])
+def value_text(graph: Graph, value: Any) -> str:
+    """Dtype and shape of a fake value: `float32[tokens, 8]`; of several, `(float32[...], ...)`."""
+    if isinstance(value, torch.Tensor):
+        return f"{dtype_text(value.dtype)}[{', '.join(graph.named(s) for s in value.shape)}]"
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(value_text(graph, v) for v in value)})"
+    return type(value).__name__
 
 
 def dtype_text(dtype: torch.dtype) -> str:

@@ -193,13 +193,19 @@ def _renamed(path: str, index: int) -> str:
 
 
 def _meta(node: fx.Node) -> dict[str, Any]:
-    """The value, the module path (`layers.0.mixer`) and the source line of a traced node.
+    """The value, the module path (`layers.0.mixer`) and the source line of a traced node."""
+    module = module_path(node).removeprefix("model").removeprefix(".")
+    return {"val": node.meta["val"], "module": module, "source": source_line(node)}
 
-    The line is the innermost outside of torch: of a linear, the one that calls it.
-    """
+
+def module_path(node: fx.Node) -> str:
+    """The path of the innermost module that a traced node was called in."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
-    module = stack[-1][0].removeprefix("model").removeprefix(".") if stack else ""
+    return stack[-1][0] if stack else ""
+
+
+def source_line(node: fx.Node) -> str:
+    """The innermost line outside of torch: of a linear, the one that calls it."""
     frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
     own = [frame for frame in frames if not frame[0].startswith(TORCH)] or frames
-    source = f"{'/'.join(own[-1][0].split('/')[-2:])}:{own[-1][1]}" if own else ""
-    return {"val": node.meta["val"], "module": module, "source": source}
+    return f"{'/'.join(own[-1][0].split('/')[-2:])}:{own[-1][1]}" if own else ""

@@ -105,6 +105,9 @@ def test_a_step_reads_and_writes_the_pools(
         logits = step(**inputs)
     assert logits.shape == (3, 61)
     slots = inputs["state_slots"].tolist()
+    if phase == "prefill":
+        kept = inputs["chunk_slots"]
+        slots += kept[kept > 0].tolist()
     for name, spec in graph.states.items():
         if spec.kind == "slot":
             touched = pools[name].flatten(1).abs().amax(1).nonzero().flatten().tolist()
@@ -203,8 +206,16 @@ def test_a_warning_for_each_missing_package(
         "paged_attention_decode": "triton",
     }
     assert step.warnings == []
-    (warning,) = for_cuda(eager.prefill).warnings
-    assert warning.startswith("paged_attention_prefill: flash_attn needs the package flash_attn")
+    assert for_cuda(eager.prefill).warnings == []
+    monkeypatch.setattr(op_module, "is_importable", lambda name: name in ("fla", "flash_attn"))
+    step = for_cuda(eager.prefill)
+    assert step.implementations["paged_attention_prefill"] == "flash_attn"
+    write, attention = sorted(step.warnings, reverse=True)
+    assert write.startswith("paged_kv_write: triton needs the package triton")
+    assert attention == (
+        "paged_attention_prefill: triton needs the package triton, which is not installed; "
+        "flash_attn is used, which is slower"
+    )
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -216,10 +227,7 @@ def test_the_compiled_graph_for_cuda(
     step = for_cuda(half_compiled.graphs[phase])
     others = {}
     if phase == "prefill":
-        others = {
-            "fused_gated_delta_rule_prefill_slots": "fla",
-            "paged_attention_prefill": "flash_attn",
-        }
+        others = {"fused_gated_delta_rule_prefill_slots": "fla"}
     assert step.implementations == dict.fromkeys(OPS_OF[phase], "triton") | others
     assert step.warnings == []
     monkeypatch.setattr(op_module, "is_importable", lambda name: False)

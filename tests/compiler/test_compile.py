@@ -37,6 +37,8 @@ GOLDEN_COUNTS: dict[str, tuple[int, int | tuple[int, int], int | tuple[int, int]
     "lower_mixers": (2, (78, 55), (78, 55)),
     "lower_attention": (1, (79, 56), (79, 56)),
     "inplace_state": (2, (65, 48), (65, 48)),
+    "prefetch_states": (1, 48, 48),
+    "keep_snapshots": (2, 65, 65),
 }
 EAGER_COUNTS = {
     "select_logits": (1, 149, 182),
@@ -44,8 +46,13 @@ EAGER_COUNTS = {
     "lower_attention": (1, (164, 157), (197, 190)),
 }
 ONLY_IN = {
-    "prefill": ("select_logits",),
-    "decode": ("fuse_linear_epilogues", "fuse_linear_prologues", "decode_linears"),
+    "prefill": ("select_logits", "keep_snapshots"),
+    "decode": (
+        "fuse_linear_epilogues",
+        "fuse_linear_prologues",
+        "decode_linears",
+        "prefetch_states",
+    ),
 }
 OPAQUE = ("causal_conv1d", "gated_delta_rule", "fused_gated_delta_rule", "attention")
 
@@ -65,8 +72,17 @@ def test_both_graphs(model: CompiledModel) -> None:
         check(graph, may_mutate=True)
         for name in OPAQUE:
             assert graph.nodes(OPS[name].overload) == []
-    own = set(model.decode.input_names) - set(model.prefill.input_names)
-    assert own == {"block_table"}  # a prefill has its blocks packed
+    prefill, decode = (set(model.graphs[phase].input_names) for phase in PHASES)
+    assert decode - prefill == {"block_table"}  # a prefill has its blocks packed
+    assert prefill - decode == {
+        "num_computed_tokens",
+        "cu_seqlens",
+        "chunk_indices",
+        "chunk_slots",
+        "kv_indptr",
+        "kv_indices",
+        "logits_rows",
+    }
 
 
 def test_the_source_is_as_it_was_traced(
@@ -186,10 +202,11 @@ def test_reports_come_in_order(model: CompiledModel) -> None:
         "fuse_qk_norm_rope",
         "fuse_output_gate",
     ]
+    few_rows = ["fuse_linear_epilogues", "fuse_linear_prologues", "decode_linears"]
     lowering = ["lower_mixers", "lower_attention", "inplace_state"]
     assert [(r.phase, r.name) for r in model.reports] == [
-        *(("prefill", name) for name in [*fusions, "select_logits", *lowering]),
-        *(("decode", name) for name in [*fusions, *ONLY_IN["decode"], *lowering]),
+        *(("prefill", n) for n in [*fusions, "select_logits", *lowering, "keep_snapshots"]),
+        *(("decode", n) for n in [*fusions, *few_rows, *lowering, "prefetch_states"]),
     ]
     assert set(model.seconds) == {"trace", *PHASES}
     for phase in PHASES:

@@ -8,7 +8,7 @@ from toy_graphs import tiny_config
 
 from minivllm.compiler.compile import compile_model
 from minivllm.compiler.cost import STEPS, Cost, CostTable, call_costs, planned_context
-from minivllm.compiler.graph import PHASES
+from minivllm.compiler.graph import INPUTS, PHASES
 from minivllm.config import CompilerOptions
 from minivllm.ops import OPS
 
@@ -60,6 +60,16 @@ def test_fusions_neither_add_nor_drop_flops(table: CostTable, phase: str) -> Non
         if before.cost.flops != after.cost.flops
     ]
     assert changed == (["select_logits"] if phase == "prefill" else ["lower_attention"])
+
+
+def test_what_is_known_of_states_moves_no_more_bytes(table: CostTable) -> None:
+    """An early read is the same read; a planned prefill keeps nothing but reads where it would."""
+    decode = {s.name: s for s in table.stages["decode"]}
+    assert decode["prefetch_states"].cost == decode["inplace_state"].cost
+    prefill = {s.name: s for s in table.stages["prefill"]}
+    before, after = (prefill[name].cost for name in ("inplace_state", "keep_snapshots"))
+    entries = 2 * INPUTS["chunk_slots"].dtype.itemsize  # one chunk, read by conv and delta rule
+    assert after == before + Cost(bytes=entries)
 
 
 def test_costs_add_up(table: CostTable) -> None:

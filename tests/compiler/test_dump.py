@@ -149,9 +149,9 @@ def test_layers_bound_a_dump(
             assert len(part[name]) < len(whole[name]), name
         if name.endswith((".txt", ".diff")):
             assert not re.search(rb"^(state  state\.)?layers\.0\..*:", part[name], re.MULTILINE)
-    last = part[f"decode/{len(STAGES['decode']) - 1:02d}_inplace_state.txt"].decode()
+    last = part[f"decode/{len(STAGES['decode']) - 1:02d}_prefetch_states.txt"].decode()
     assert re.match(
-        r"# decode graph after inplace_state: \d+ calls, of which \d+ are shown: "
+        r"# decode graph after prefetch_states: \d+ calls, of which \d+ are shown: "
         r"layers 1, and outside of layers\n",
         last,
     )
@@ -280,7 +280,7 @@ def portable(text: str) -> list[str]:
 @pytest.mark.parametrize("phase", PHASES)
 def test_the_golden_graph(compiled: CompiledModel, phase: str) -> None:
     """Fails for any change of the model, the trace or a pass that reaches the final graph."""
-    text = format_graph(compiled.graphs[phase], "inplace_state")
+    text = format_graph(compiled.graphs[phase], STAGES[phase][-1])
     assert portable(text) == portable((GOLDEN / f"{phase}.txt").read_text())
 
 
@@ -309,6 +309,6 @@ if __name__ == "__main__":
         graphs = compile_to(Path(scratch)).graphs
         stages = stage_table(json.loads((Path(scratch) / "summary.json").read_text()))
     for phase in PHASES:
-        (GOLDEN / f"{phase}.txt").write_text(format_graph(graphs[phase], "inplace_state"))
+        (GOLDEN / f"{phase}.txt").write_text(format_graph(graphs[phase], STAGES[phase][-1]))
     (GOLDEN / "stages.txt").write_text(stages)
     print(f"wrote {GOLDEN}")

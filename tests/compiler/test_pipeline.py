@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from minivllm.compiler import pipeline
-from minivllm.compiler.passes.base import GraphPass
+from minivllm.compiler.graph import Graph
+from minivllm.compiler.passes.base import GraphPass, PassContext
 from minivllm.compiler.pipeline import PIPELINE, select_passes
 from minivllm.errors import UserError
 
@@ -18,6 +19,9 @@ class Optional(GraphPass):
     name = "fuse_something"
     phases = ("decode",)
 
+    def run(self, graph: Graph, context: PassContext) -> list[str]:
+        return []
+
 
 @pytest.fixture
 def with_optional(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,8 +30,7 @@ def with_optional(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 LOWERING = ["select_logits", "lower_mixers", "lower_attention"]
-DECODE_ONLY = ["fuse_linear_epilogues", "fuse_linear_prologues", "decode_linears"]
-OPTIONAL = [
+FUSIONS = [
     "fuse_norms",
     "fuse_residual_add",
     "merge_linears",
@@ -35,18 +38,23 @@ OPTIONAL = [
     "fold_gate",
     "fuse_qk_norm_rope",
     "fuse_output_gate",
-    *DECODE_ONLY,
-    "inplace_state",
 ]
-ORDER = ["canonicalize", *OPTIONAL[:7], "select_logits", *DECODE_ONLY, *LOWERING[1:], OPTIONAL[-1]]
+FEW_ROWS = ["fuse_linear_epilogues", "fuse_linear_prologues", "decode_linears"]
+STATES = ["inplace_state", "prefetch_states", "keep_snapshots"]
+OPTIONAL = [*FUSIONS, *FEW_ROWS, *STATES]
+ORDER = ["canonicalize", *FUSIONS, "select_logits", *FEW_ROWS, *LOWERING[1:], *STATES]
+ONLY_IN = {
+    "prefill": ["select_logits", "keep_snapshots"],
+    "decode": [*FEW_ROWS, "prefetch_states"],
+}
 
 
 @pytest.mark.parametrize(
     ("mode", "order"), [("eager", ["canonicalize", *LOWERING]), ("compiled", ORDER)]
 )
 def test_the_order(mode: str, order: list[str]) -> None:
-    assert names(mode, "prefill") == [n for n in order if n not in DECODE_ONLY]
-    assert names(mode, "decode") == [n for n in order if n != "select_logits"]
+    assert names(mode, "prefill") == [n for n in order if n not in ONLY_IN["decode"]]
+    assert names(mode, "decode") == [n for n in order if n not in ONLY_IN["prefill"]]
 
 
 def test_a_pass_stands_behind_those_it_builds_on() -> None:
@@ -77,6 +85,8 @@ def test_a_pass_stands_behind_those_it_builds_on() -> None:
             "fuse_linear_epilogues",
         ),
         "inplace_state": ("fold_gate",),
+        "prefetch_states": ("fold_gate", "inplace_state"),
+        "keep_snapshots": ("fold_gate", "inplace_state"),
     }
 
 

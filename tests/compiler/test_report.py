@@ -19,9 +19,10 @@ from toy_graphs import tiny_config
 
 import minivllm.model.miniqwen as model_source
 from minivllm.compiler.compile import compile_model
-from minivllm.compiler.graph import PHASES
+from minivllm.compiler.graph import PHASES, Graph
+from minivllm.compiler.passes.base import GraphPass, PassContext
 from minivllm.compiler.pipeline import select_passes
-from minivllm.compiler.report import alike
+from minivllm.compiler.report_layers import alike
 from minivllm.config import CompilerOptions
 from minivllm.inspect import inspect
 from minivllm.run import main
@@ -152,6 +153,56 @@ def test_keyboard_and_eyes(page: Page) -> None:
     style = page.styles[0]
     assert ":focus-visible" in style and "prefers-color-scheme: dark" in style
     assert "@media (max-width" in style
+
+
+def test_near_misses_are_told_once_a_kind(inspected: tuple[Path, str]) -> None:
+    """As many as `compiler.explain` counts; those that differ in their layer only are one."""
+    html = (inspected[0] / "index.html").read_text(encoding="utf-8")
+    counts, groups = {}, {}
+    for phase in PHASES:
+        for graph_pass in select_passes("compiled", phase):
+            start = html.index(f'id="{phase}-{graph_pass.name}"')
+            part = html[start : html.index('<div class="r head">', start)]
+            summary = re.search(
+                r"<summary>(\d+) near misse?s?(?: of (\d+) kinds?)?</summary>", part
+            )
+            if summary is None:
+                assert "No near miss: nothing else in the graph came close." in part
+                continue
+            key = phase, graph_pass.name
+            counts[key] = int(summary[1])
+            groups[key] = part.count("<section><h4>")
+            assert groups[key] == min(int(summary[2]), 8)
+            for name in ("expected", "found", "from", "reason"):
+                assert part.count(f"<dt>{name}</dt><dd>") == groups[key]
+    both = {"fuse_residual_add": 5, "merge_linears": 17, "fuse_silu_mul": 29}
+    expected = {(phase, name): n for phase in PHASES for name, n in both.items()}
+    assert counts == expected | {("decode", "fuse_linear_prologues"): 8}
+    assert groups["prefill", "merge_linears"] == 4  # head, linear attention's output, full's, MLP's
+    silu = html[html.index('id="prefill-fuse_silu_mul"') :]
+    first = silu[silu.index("<section>") : silu.index("</section>")]
+    assert "<h4>layers.*.mixer: 2, in layers 3, 7</h4>" in first
+    assert "1 of 2 nodes of swiglu fit, stopped at %sigmoid" in first
+    assert "<dt>expected</dt><dd>aten.silu(gate) as argument 0 of %mul_" in first
+    assert re.search(
+        r"<dd>layers.7.mixer, <a href=\"#L\d+\">miniqwen.py:\d+</a>; made by tr", first
+    )
+    assert "another op: aten.sigmoid in place of aten.silu" in first
+
+
+def test_a_users_pass_is_explained_by_its_own_words(tmp_path: Path) -> None:
+    class Mine(GraphPass):
+        name = "mine"
+
+        def run(self, graph: Graph, context: PassContext) -> list[str]:
+            return []
+
+    options = CompilerOptions(dump_dir=str(tmp_path), dump_layers=(0,))
+    compile_model(tiny_config(), torch.float32, options, passes=[Mine()])
+    html = (tmp_path / "index.html").read_text(encoding="utf-8")
+    part = html[html.index('id="decode-mine"') :]
+    assert '<pre class="about">The report: one page that needs nothing else' in part
+    assert "Nothing changed in the layers shown." in part[: part.index("</details>")]
 
 
 def test_the_numbers_are_the_tables(inspected: tuple[Path, str]) -> None:

@@ -13,6 +13,7 @@ from minivllm.compiler.passes.base import GraphPass, PassContext
 from minivllm.compiler.passes.lower_attention import LowerAttention
 from minivllm.compiler.passes.lower_mixers import LowerMixers
 from minivllm.compiler.runner import CompileError, run_passes
+from minivllm.errors import UserError
 
 
 class Named(GraphPass):
@@ -142,7 +143,8 @@ def test_a_pass_without_run(canonical: Graph, context: PassContext) -> None:
     class Empty(GraphPass):
         name = "empty"
 
-    assert "Empty has no run" in str(error_of(canonical, context, Empty()))
+    with pytest.raises(UserError, match=r"^pass empty: Empty has no run; write def run\(self, gr"):
+        run_passes(canonical, [Empty()], context)
 
 
 def test_a_broken_contract_names_the_pass(canonical: Graph, context: PassContext) -> None:
@@ -179,6 +181,17 @@ def test_an_observers_error_names_the_pass(canonical: Graph, context: PassContex
         "pass two on the decode graph: RuntimeError: logits differ after two "
         "(passes before it: one)"
     )
+
+
+def test_nobody_reads_what_an_observer_prints(canonical: Graph, context: PassContext) -> None:
+    """As behind `| head`: no fault of a pass, and the entry point knows what to do."""
+
+    def observe(graph: Graph, stage: str) -> None:
+        if stage == "one":
+            raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        run_passes(canonical.clone("decode"), [Named("one")], context, [observe])
 
 
 def test_an_error_stops_the_run(canonical: Graph, context: PassContext) -> None:

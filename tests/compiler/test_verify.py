@@ -19,7 +19,13 @@ from minivllm.compiler.passes.base import GraphPass, PassContext
 from minivllm.compiler.pipeline import select_passes
 from minivllm.compiler.runner import CompileError, run_passes
 from minivllm.compiler.trace import trace
-from minivllm.compiler.verify import SLOTS, VerificationError, Verifier, scenario
+from minivllm.compiler.verify import (
+    SLOTS,
+    VerificationError,
+    Verifier,
+    pool_entries,
+    scenario,
+)
 from minivllm.config import CompilerOptions
 from minivllm.model.config import MiniQwenConfig
 from minivllm.ops import OPS
@@ -464,6 +470,11 @@ def test_the_scenario_is_hard(phase: str, block_size: int) -> None:
                 owner[place] = n
                 assert place // block_size in inputs["block_table"][n].tolist()
         assert inputs["input_ids"].max() < 61
+        assert inputs["chunk_slots"].shape == inputs["chunk_indices"].shape[:1]
+        kept = inputs["chunk_slots"].unique().tolist()
+        assert kept[0] == 0 and not set(kept) & set(SLOTS), "snapshots lie in nobody's slot"
+        assert len(kept) == 1 + inputs["chunk_slots"].count_nonzero() > 1
+        assert kept[-1] < pool_entries(block_size)
         computed = ends
     assert 0 not in SLOTS and len(set(SLOTS)) == 3 and list(SLOTS) != sorted(SLOTS)
 

@@ -222,4 +222,5 @@ def packed(start: tuple[int, ...], end: tuple[int, ...]) -> dict[str, Tensor]:
         "num_computed_tokens": torch.tensor(start, dtype=torch.int32),
         "cu_seqlens": cu_seqlens,
         "chunk_indices": chunk_indices,
+        "chunk_slots": torch.zeros(len(chunk_indices), dtype=torch.int32),
     }
