@@ -19,20 +19,23 @@ import torch
 PACKAGES = ("torch", "triton", "transformers", "flash-linear-attention", "flash-attn")
 
 
-def environment(git_sha: str | None = None) -> dict[str, Any]:
+def environment(git_sha: str | None = None, command: str | None = None) -> dict[str, Any]:
     """The facts a reader needs to repeat a run.
 
     Args:
-        git_sha: of the code that runs; None: asked of git.
+        git_sha: of the code that runs; None: asked of git, "-dirty" if files differ from it.
+        command: as it was typed; None: this process's arguments.
     """
     cuda = torch.cuda.is_available()
     return {
         "gpu": torch.cuda.get_device_name() if cuda else None,
         "cuda": torch.version.cuda if cuda else None,
+        "cpu": cpu_name(),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in PACKAGES},
         "git_sha": git_sha or _git_sha(),
-        "command": " ".join(["python", *sys.argv]),
+        "command": command or " ".join(["python", *sys.argv]),
     }
 
 
@@ -43,6 +46,16 @@ def process_age() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started
 
 
+def cpu_name() -> str:
+    """The CPU's model name, or its architecture where the system does not tell."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.machine())
+
+
 def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
@@ -51,7 +64,7 @@ def _version(package: str) -> str | None:
 
 
 def _git_sha() -> str | None:
-    command = ["git", "rev-parse", "--short=12", "HEAD"]
+    command = ["git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty"]
     try:
         done = subprocess.run(
             command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
