@@ -221,6 +221,8 @@ class RuntimeOptions(OptionGroup):
         check_integrity: check the pools' books whenever nothing runs, and every decode step's
             inputs; slow, for tests.
         state_dtype: of the recurrent state; auto: the checkpoint's `mamba_ssm_dtype`, else float32.
+            In bfloat16 a cache hit starts from a rounded state, which a prefill in one piece never
+            rounds.
         num_threads: threads of an op on a CPU; None: 1 for a model of few weights, else torch's.
         seed: base of the sampling seeds of requests that bring none.
         profile: a folder for a trace of some steps, and a table of their time by kernel (on a CPU

@@ -54,6 +54,8 @@ def test_the_kernels_are_the_intended_ones(measured: dict[str, Any]) -> None:
         "paged_kv_write": "triton",
         "paged_attention_prefill": "triton",
         "paged_attention_decode": "triton",
+        "decode_inputs": "triton",
+        "greedy_tokens": "triton",
     }
     compiled = measured["compiled_implementations"]
     assert "torch" not in compiled.values(), compiled

@@ -104,7 +104,7 @@ def prefill_buckets(max_num_batched_tokens: int, max_num_seqs: int) -> list[Buck
         Bucket(tokens, seqs)
         for seqs, sizes in kinds
         for tokens in sizes
-        if tokens <= max_num_batched_tokens and (seqs == 2 or max_num_seqs > seqs // 4)
+        if tokens <= max_num_batched_tokens and (seqs == 2 or max_num_seqs >= seqs // 4)
     )
 
 

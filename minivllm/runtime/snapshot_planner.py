@@ -100,12 +100,14 @@ class SnapshotPlanner:
     ) -> tuple[tuple[int, int], ...]:
         """Plan the snapshots of the next chunk's targets that have none yet.
 
+        The deepest first: it saves most, and a small pool may have no entry for the others.
+
         Returns:
             Those that the prefill graph leaves: token counts and entries.
         """
         on_the_way = self._leaves_on_the_way(request.num_computed_tokens)
         left = []
-        for target in request.targets[: bisect_right(request.targets, end)]:
+        for target in reversed(request.targets[: bisect_right(request.targets, end)]):
             digest = request.block_digests[target // BLOCK_SIZE - 1]
             if self.pool.find(digest) is not None:
                 self.pool.touch(digest)
@@ -115,7 +117,7 @@ class SnapshotPlanner:
                     left.append((target, index))
                 else:
                     after.append(StateCopy(("slot", request.state_slot), ("snapshot", index)))
-        return tuple(left)
+        return tuple(sorted(left))
 
     def plan_decode(self, request: Request, before: list[Copy], after: list[Copy]) -> None:
         """Plan the copy to the rolling snapshot behind a token that fills a block.

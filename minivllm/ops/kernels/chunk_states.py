@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minivllm.ops.fla import CHUNK_SIZE
+from minivllm.ops.kernels.launch import is_hopper
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,22 @@ class Tile:
 # 58 and 86 us.
 FEW, MANY = Tile(16, 4, 4), Tile(64, 4, 3)
 FEW_PROGRAMS = 264  # two for each of an H200's multiprocessors
+# bytes that a program may take; what is not Hopper's may be a consumer's GPU, with 99 KiB
+HOPPER_SHARED_MEMORY, OTHER_SHARED_MEMORY = 224 * 1024, 96 * 1024
 
 
 def tile_for(sequences: int, heads: int, value_dim: int) -> Tile:
     """The tile for so many sequences: by shapes alone, which a CUDA Graph keeps."""
     programs = sequences * heads * triton.cdiv(value_dim, FEW.rows)
     return FEW if programs <= FEW_PROGRAMS else MANY
+
+
+def stages_of(tile: Tile, key_dim: int, element_size: int) -> int:
+    """The tile's stages, or as many as the device's shared memory holds beside a state."""
+    state_bytes = key_dim * tile.rows * element_size
+    step_bytes = CHUNK_SIZE * (2 * key_dim + tile.rows) * element_size
+    room = (HOPPER_SHARED_MEMORY if is_hopper() else OTHER_SHARED_MEMORY) - state_bytes
+    return max(1, min(tile.num_stages, room // step_bytes))
 
 
 @triton.jit
@@ -156,6 +167,7 @@ def chunk_states(
     before = torch.empty(num_chunks, heads, key_dim, value_dim, dtype=k.dtype, device=k.device)
     corrections = torch.empty(tokens, heads, value_dim, dtype=k.dtype, device=k.device)
     tile = tile or tile_for(slots.shape[0], heads, value_dim)
+    block_k = triton.next_power_of_2(key_dim)
     grid = (triton.cdiv(value_dim, tile.rows), heads, slots.shape[0])
     _state_kernel[grid](
         k,
@@ -176,9 +188,9 @@ def chunk_states(
         K=key_dim,
         V=value_dim,
         CHUNK=CHUNK_SIZE,
-        BLOCK_K=triton.next_power_of_2(key_dim),
+        BLOCK_K=block_k,
         BLOCK_V=tile.rows,
-        STAGES=tile.num_stages,
+        STAGES=stages_of(tile, block_k, k.element_size()),
         num_warps=tile.num_warps,
     )
     return before, corrections

@@ -53,3 +53,16 @@ def pdl() -> dict[str, Any]:
 def _supported(device: int) -> bool:
     target = driver.active.get_current_target()
     return target.backend == "cuda" and target.arch >= 90
+
+
+def is_hopper() -> bool:
+    """Whether the current device is a Hopper GPU: 227 KiB of shared memory a program, and TMA."""
+    if triton.knobs.runtime.interpret:
+        return False
+    return _is_hopper(driver.active.get_current_device())
+
+
+@functools.cache
+def _is_hopper(device: int) -> bool:
+    target = driver.active.get_current_target()
+    return target.backend == "cuda" and 90 <= target.arch < 100

@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minivllm.ops.kernels.gating import sigmoid_mul, silu_mul
-from minivllm.ops.kernels.launch import let_next_start, pdl, wait_for_inputs
+from minivllm.ops.kernels.launch import is_hopper, let_next_start, pdl, wait_for_inputs
 from minivllm.ops.kernels.numerics import rounded, row_tile, rows_of, sigmoid, silu
 from minivllm.ops.kernels.rms_norm import _normalized, add_rms_norm, gated_rms_norm
 
@@ -426,6 +426,7 @@ def product(tile: Tile, operand: Operand, w: Tensor, end: tl.constexpr, size: in
         splits, stages, early = triton.cdiv(pieces, steps), tile.num_stages, min(tile.early, steps)
         if not pdl()["PDL"]:
             early = 0  # nothing to wait for
+        if not is_hopper():
             step_bytes = (tile.block_n + 2 * tile.rows) * block_d * w.element_size()
             stages = max(1, min(stages, OTHER_SHARED_MEMORY // step_bytes))
         options |= {"PER_HEAD": per_head, "STEPS": steps, "STAGES": stages, "EARLY": early}

@@ -16,7 +16,6 @@ Shapes: T tokens, N sequences, H query heads, HK key/value heads, D head dim, S 
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 
@@ -24,10 +23,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from minivllm.ops.kernels.launch import pdl, wait_for_inputs
+from minivllm.ops.kernels.launch import is_hopper, pdl, wait_for_inputs
 from minivllm.ops.kernels.numerics import rows_of
 
 LOG2_E = math.log2(math.e)  # exp(x) is exp2(x * LOG2_E), and a GPU has exp2
@@ -71,15 +69,9 @@ def tile_for(dtype: torch.dtype, rows: int) -> Tile:
     """The tile for so many rows (tokens times query heads) of `dtype` on the current device."""
     if dtype == torch.float32:
         return EXACT
-    if triton.knobs.runtime.interpret or not _is_hopper(driver.active.get_current_device()):
+    if not is_hopper():
         return PORTABLE
     return HOPPER_FEW if rows <= PROGRAMS * HOPPER_FEW.rows else HOPPER
-
-
-@functools.cache
-def _is_hopper(device: int) -> bool:
-    target = driver.active.get_current_target()
-    return target.backend == "cuda" and 90 <= target.arch < 100
 
 
 def prefill_splits(programs: int) -> int:
