@@ -325,8 +325,8 @@ def outputs_of(result: Any) -> list[Tensor]:
 
 
 def named(op: Op, args: Args) -> dict[str, Any]:
-    """Arguments by the names of the schema."""
-    return {a.name: v for a, v in zip(op.overload._schema.arguments, args, strict=True)}
+    """Arguments by the names of the schema; those that have a default may be missing."""
+    return {a.name: v for a, v in zip(op.overload._schema.arguments, args, strict=False)}
 
 
 def traffic(op: Op, args: Args, outputs: list[Tensor]) -> int:
