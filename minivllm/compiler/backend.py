@@ -41,6 +41,7 @@ from minivllm.errors import UserError
 logger = logging.getLogger(__name__)
 
 KEPT_REPORTS = 64
+KEPT_PROGRAMS = 256  # of one graph: dynamo has one for all layers that are alike
 
 
 class Backend:
@@ -112,7 +113,11 @@ class Backend:
         weight_places = [i for i, name in enumerate(names) if name is not None]
         input_places = [i for i, name in enumerate(names) if name is None]
         program = ModuleProgram(
-            graph, [name for name in names if name is not None], constants, options.implementations
+            graph,
+            [name for name in names if name is not None],
+            constants,
+            options.implementations,
+            kept=KEPT_PROGRAMS,
         )
 
         def run(*args: Any) -> tuple[Any, ...]:

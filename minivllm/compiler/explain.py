@@ -19,6 +19,7 @@ from minivllm.compiler.text import target_text
 
 NEAR_MISSES = 10  # that an explanation tells in full
 SHORTFALLS = 4  # different ones that an error tells in full
+LAYER = re.compile(r"(.*?[a-zA-Z_]\w*)\.(\d+)(?=\.|$)")  # up to the first number of a path
 
 
 @dataclass(frozen=True)
@@ -169,8 +170,8 @@ def _grouped(sites: Sequence[str]) -> list[str]:
     """Sites by their place in a layer: `layers.*.mlp: 24, in layers 0-23`."""
     layers: dict[str, list[int]] = {}
     for site in sites:
-        found = re.match(r"layers\.(\d+)", site)
-        layers.setdefault(_place(site), []).append(int(found.group(1)) if found else -1)
+        found = LAYER.match(site)
+        layers.setdefault(_place(site), []).append(int(found[2]) if found else -1)
     lines = []
     for place, numbers in layers.items():
         inside = sorted({n for n in numbers if n >= 0})
@@ -180,7 +181,7 @@ def _grouped(sites: Sequence[str]) -> list[str]:
 
 
 def _place(site: str) -> str:
-    return re.sub(r"^layers\.\d+", "layers.*", site) or "(top)"
+    return LAYER.sub(r"\1.*", site, count=1) or "(top)"
 
 
 def _ranges(numbers: Sequence[int]) -> str:

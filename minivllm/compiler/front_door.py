@@ -8,8 +8,8 @@ the passes (module_pipeline.py) nor the weights' memory (module_program.py).
     logits = compiled(input_ids=ids, use_cache=False).logits
 
 For inference. A call is traced anew if its arguments have another structure, other plain values,
-ranks, dtypes or devices, or sizes that the traces so far do not cover: sizes of 2 and more may
-change, a size of 0 or 1 has a trace of its own.
+ranks, dtypes, devices or orders of their dims in memory, or sizes that the traces so far do not
+cover: sizes of 2 and more may change, a size of 0 or 1 has a trace of its own.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 from minivllm.compiler.graph import Graph
 from minivllm.compiler.module_compile import ModuleOptions, is_autocast_on, report_text
+from minivllm.compiler.module_program import Layout, layout
 from minivllm.compiler.module_trace import Trace, trace_module
 from minivllm.compiler.runner import PassReport
 from minivllm.errors import UserError
@@ -113,7 +114,7 @@ class CompiledModule:
                 argument wants gradients, or is of a kind that cannot be traced.
         """
         trace, tensors, weights = self._trace_of(args, kwargs)
-        outputs = trace.program(weights, tensors)
+        outputs = trace.program(weights, tensors, self._places)
         return pytree.tree_unflatten(list(outputs), trace.output)
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
@@ -211,7 +212,7 @@ class CompiledModule:
                 names += [f"{path}.{name}" if path else name for name in present]
         self._owners = owners
         self._names = tuple(names)
-        self._pointers: list[int] = []
+        self._places: Layout = ()
         self._weight_kind: int | None = None
         self._weight_kinds: dict[Any, int] = {}  # numbered, since each call asks for its own
 
@@ -219,18 +220,23 @@ class CompiledModule:
         """The weights as they are now; if any has moved, their dtypes and devices are noted."""
         if any(table.get(name) is not child for table, name, child in self._children):
             self._forget()
+        if any(child.training for _, _, child in self._children):
+            name = type(self.module).__name__
+            raise UserError(f"a part of {name} is in training mode; call eval() on the whole")
         try:
             weights = [table[name] for table, name in self._owners]
-            pointers = [weight.data_ptr() for weight in weights]
+            places = layout(weights)
         except (KeyError, AttributeError):  # one is gone, or None
             self._forget()
             weights = [table[name] for table, name in self._owners]
-            pointers = [weight.data_ptr() for weight in weights]
-        if pointers != self._pointers or self._weight_kind is None:
-            self._pointers = pointers
+            places = layout(weights)
+        if places != self._places or self._weight_kind is None:
+            self._places = places
+            for trace in self.traces:
+                trace.program.release()
             first: dict[int, int] = {}  # which are tied, since those are one node of the graph
             tied = [first.setdefault(id(weight), i) for i, weight in enumerate(weights)]
-            types = [(w.dtype, w.device, tuple(w.shape)) for w in weights]
+            types = [(w.dtype, w.device, w.shape, w.stride()) for w in weights]
             kind = tuple(zip(tied, types, strict=True))
             self._weight_kind = self._weight_kinds.setdefault(kind, len(self._weight_kinds))
         return weights
@@ -244,8 +250,6 @@ class CompiledModule:
 
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any], weights: list[Tensor]) -> Trace:
         name = type(self.module).__name__
-        if any(m.training for m in self.module.modules()):
-            raise UserError(f"a part of {name} is in training mode; call eval() on the whole")
         named = dict(zip(self._names, weights, strict=True))
         number = len(self.traces)
         trace = trace_module(
@@ -254,16 +258,27 @@ class CompiledModule:
         self.traces.append(trace)
         if len(self.traces) == MANY_TRACES + 1:
             logger.warning(
-                "%s has been traced %d times; its calls differ in plain values, ranks, dtypes or "
-                "in sizes of 0 and 1 (CompiledModule.report)",
+                "%s has been traced %d times; its calls differ in plain values, ranks, dtypes, "
+                "orders of dims in memory, or in sizes of 0 and 1 (CompiledModule.report)",
                 name,
                 len(self.traces),
             )
         return trace
 
 
+def _order(tensor: Tensor) -> tuple[Any, ...]:
+    """Its dims from the widest step in memory to the narrowest, and whether that is 1; empty for
+    rows in one piece, each behind the one before."""
+    if tensor.is_contiguous():
+        return ()
+    steps = tensor.stride()
+    dims = sorted(range(len(steps)), key=lambda dim: -steps[dim])
+    in_pieces = steps[dims[-1]] != 1
+    return (*dims, in_pieces) if in_pieces or dims != list(range(len(dims))) else ()
+
+
 def _kind(leaf: Any) -> Any:
     """What of an argument a trace depends on, but for a tensor's sizes."""
     if isinstance(leaf, Tensor):
-        return leaf.ndim, leaf.dtype, leaf.device
+        return leaf.ndim, leaf.dtype, leaf.device, _order(leaf)
     return type(leaf), leaf

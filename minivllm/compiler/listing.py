@@ -5,7 +5,7 @@ Owns the format and which layers are shown. Does not own how a node is spelled (
 
     text = format_graph(graph, "fuse_norms", layers=(0, 3))
 
-Calls are grouped by module path; two listings of one commit are identical.
+Calls are grouped by module path; each output has a line; two listings of one commit are identical.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-from minivllm.compiler.graph import INPUTS, Graph
+from torch.fx import Node
+
+from minivllm.compiler.graph import Graph
 from minivllm.compiler.text import argument_text, call_text, dtype_text, type_text
 
 
@@ -32,7 +34,7 @@ def format_graph(graph: Graph, stage: str, layers: Collection[int] = ()) -> str:
     lines = [title, ""]
     for node in graph.fx.nodes:
         if node.op == "placeholder":
-            meaning = INPUTS[str(node.target)].meaning
+            meaning = graph.inputs[str(node.target)].meaning
             lines.append(f"input  {node.target}: {type_text(graph, node)}    # {meaning}")
     for name, state in graph.states.items():
         if is_shown(name.removeprefix("state."), layers):
@@ -46,12 +48,12 @@ def format_graph(graph: Graph, stage: str, layers: Collection[int] = ()) -> str:
         source = f"    # {node.meta['source']}" if node.meta["source"] else ""
         call = f"%{node.name} = {call_text(graph, node)}: {type_text(graph, node)}"
         lines.append(f"  {call}{source}")
-    lines += [
-        "",
-        f"return {argument_text(graph, graph.output)}: {type_text(graph, graph.output)}",
-        "",
-    ]
-    return "\n".join(lines)
+    (outputs,) = graph.fx.output_node().args
+    lines.append("")
+    for value in outputs if isinstance(outputs, (list, tuple)) else [outputs]:
+        kind = f": {type_text(graph, value)}" if isinstance(value, Node) else ""
+        lines.append(f"return {argument_text(graph, value)}{kind}")
+    return "\n".join([*lines, ""])
 
 
 def layer_of(module: str) -> int | None:

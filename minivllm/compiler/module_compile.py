@@ -21,10 +21,10 @@ from torch.fx import Node
 
 from minivllm.compiler.explain import Explain
 from minivllm.compiler.graph import Graph
+from minivllm.compiler.listing import format_graph
 from minivllm.compiler.module_pipeline import check_module_pass, select_module_passes
 from minivllm.compiler.passes.base import PassContext
 from minivllm.compiler.runner import PassReport, run_passes
-from minivllm.compiler.text import argument_text, call_text, type_text
 from minivllm.compiler.text_diff import unified
 from minivllm.errors import UserError
 from minivllm.ops import OPS
@@ -175,7 +175,7 @@ class ModuleDump:
 
     def observe(self, graph: Graph, stage: str) -> None:
         """An observer for `runner.run_passes`: the graph, and its change since the last stage."""
-        text = _listing(graph, stage)
+        text = format_graph(graph, stage)
         name = f"{len(self._names):02d}_{stage}"
         if not self._names:
             self._make()
@@ -221,24 +221,3 @@ class ModuleDump:
             f"dump_dir={str(self.folder.parent)!r}: cannot write {error.filename or 'there'} "
             f"({error.strerror}); name a folder that can be written"
         )
-
-
-def _listing(graph: Graph, stage: str) -> str:
-    """A graph as text: as `listing.format_graph`, for any inputs and outputs."""
-    calls = graph.nodes()
-    lines = [f"# {graph.phase} graph after {stage}: {len(calls)} calls", ""]
-    leaves = [n for n in graph.fx.nodes if n.op == "placeholder"]
-    lines += [f"input  {n.target}: {type_text(graph, n)}" for n in leaves]
-    module = None
-    for node in calls:
-        if node.meta["module"] != module:
-            module = node.meta["module"]
-            lines += ["", f"{module or '(top)'}:"]
-        source = f"    # {node.meta['source']}" if node.meta["source"] else ""
-        lines.append(f"  %{node.name} = {call_text(graph, node)}: {type_text(graph, node)}{source}")
-    (outputs,) = graph.fx.output_node().args
-    lines.append("")
-    for value in outputs:  # type: ignore[union-attr]
-        kind = f": {type_text(graph, value)}" if isinstance(value, Node) else ""
-        lines.append(f"return {argument_text(graph, value)}{kind}")
-    return "\n".join([*lines, ""])

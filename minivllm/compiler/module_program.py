@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,8 @@ from minivllm.compiler.graph import Graph, WeightSpec
 
 logger = logging.getLogger(__name__)
 
+Layout = tuple[tuple[int, torch.Size, tuple[int, ...]], ...]
+
 
 class ModuleProgram:
     """A graph of phase `MODULE`, ready to be called.
@@ -35,6 +38,7 @@ class ModuleProgram:
         names: of the weights that each call hands in, in their order.
         constants: the weights that it does not hand in.
         forced: op name to implementation name.
+        kept: sets of weights that it stays bound to: dynamo has one graph for all layers.
     """
 
     def __init__(
@@ -43,34 +47,54 @@ class ModuleProgram:
         names: Sequence[str],
         constants: Mapping[str, Tensor],
         forced: Mapping[str, str],
+        kept: int = 1,
     ) -> None:
         self.graph = graph
         self.names = tuple(names)
         self.constants = constants
         self.forced = forced
         self.dtype = (*graph.dtypes, torch.float32)[0]
-        self._pointers: list[int] | None = None
-        self._executable: Executable | None = None
+        self.kept = kept
+        self._bound: dict[Layout, _Bound] = {}
+        self._last: tuple[Layout, Executable] | None = None
+        self._implementations: dict[str, str] | None = None
 
-    def __call__(self, tensors: Sequence[Tensor], inputs: Sequence[Any]) -> tuple[Any, ...]:
+    def __call__(
+        self, tensors: Sequence[Tensor], inputs: Sequence[Any], places: Layout | None = None
+    ) -> tuple[Any, ...]:
         """Run.
 
         Args:
             tensors: the module's weights, by `names`.
             inputs: a value for each input of the graph.
+            places: `layout(tensors)`, from whom has it; the same object again is found at once.
         """
         # kernels launch on the current device
         cuda = self.graph.device.type == "cuda"
         guard: Any = torch.cuda.device(self.graph.device) if cuda else contextlib.nullcontext()
         with torch.no_grad(), guard:
-            return self.executable(tensors).module.forward(*inputs)
+            return self.executable(tensors, places).module.forward(*inputs)
 
-    def executable(self, tensors: Sequence[Tensor]) -> Executable:
+    def executable(self, tensors: Sequence[Tensor], places: Layout | None = None) -> Executable:
         """The program, bound to these weights."""
-        if self._executable is None or [t.data_ptr() for t in tensors] != self._pointers:
-            self._executable = self._bind(dict(zip(self.names, tensors, strict=True)))
-            self._pointers = [t.data_ptr() for t in tensors]  # merging has moved some
-        return self._executable
+        if self._last is not None and places is self._last[0]:
+            return self._last[1]
+        bound = self._bound.get(layout(tensors) if places is None else places)
+        if bound is None:
+            self.release()
+            for key in list(self._bound)[: max(len(self._bound) - self.kept + 1, 0)]:
+                del self._bound[key]
+            executable = self._bind(dict(zip(self.names, tensors, strict=True)))
+            bound = _Bound(executable, [weakref.ref(t) for t in tensors])
+            self._bound[layout(tensors)] = bound  # merging has moved some
+        elif places is not None:
+            self._last = places, bound.executable
+        return bound.executable
+
+    def release(self) -> None:
+        """Drop what is bound to weights that have moved, and so held memory for nothing."""
+        self._last = None
+        self._bound = {key: b for key, b in self._bound.items() if b.is_current(key)}
 
     @property
     def summary(self) -> str:
@@ -79,8 +103,8 @@ class ModuleProgram:
         parts = sum(len(spec.parts) for spec in merged)
         size = sum(torch.Size(s.shape).numel() * s.dtype.itemsize for s in merged) / 1e6
         lines = [f"{parts} parameters are views of {len(merged)} merged ones, {size:,.1f} MB"]
-        if self._executable is not None and self._executable.implementations:
-            names = self._executable.implementations.items()
+        if self._implementations:
+            names = self._implementations.items()
             lines.append(", ".join(f"{op}: {implementation}" for op, implementation in names))
         return "\n".join(lines)
 
@@ -92,10 +116,29 @@ class ModuleProgram:
             else:
                 weights[name] = self.constants[name] if name in self.constants else tensors[name]
         executable = bind(self.graph, weights, {}, self.graph.device, self.dtype, self.forced)
-        if self._executable is None:
+        if self._implementations is None:
             for warning in executable.warnings:
                 logger.warning("%s", warning)
+        self._implementations = executable.implementations
         return executable
+
+
+class _Bound:
+    """An executable, and the module's own tensors that it was bound to."""
+
+    def __init__(self, executable: Executable, tensors: list[weakref.ref[Tensor]]) -> None:
+        self.executable = executable
+        self.tensors = tensors
+
+    def is_current(self, key: Layout) -> bool:
+        """Whether these tensors are alive and where they were."""
+        alive = [tensor for ref in self.tensors if (tensor := ref()) is not None]
+        return len(alive) == len(self.tensors) and layout(alive) == key
+
+
+def layout(tensors: Sequence[Tensor]) -> Layout:
+    """Where tensors lie, and how: equal as long as nobody gives one of them other memory."""
+    return tuple([(t.data_ptr(), t.shape, t.stride()) for t in tensors])
 
 
 def merge(name: str, spec: WeightSpec, parts: Sequence[Tensor]) -> Tensor:

@@ -39,7 +39,7 @@ def load_passes(names: Sequence[str]) -> list[GraphPass]:
 def _load(name: str) -> GraphPass:
     key = f"compiler.extra_passes: {name!r}"
     module, colon, cls = name.partition(":")
-    if not (colon and module and cls.isidentifier()):
+    if not (colon and all(module.split(".")) and cls.isidentifier()):
         raise UserError(f"{key} is not MODULE:CLASS, such as my_pass:MyPass for my_pass.py")
     try:
         loaded = importlib.import_module(module)
@@ -97,12 +97,11 @@ def _check(graph_pass: Any) -> None:
             f"pass {cls}: its name is {name!r}; set name to letters, digits and underscores: it "
             "is part of the dumps' file names"
         )
-    for phase in graph_pass.phases:
-        if phase not in PHASES:
-            raise UserError(
-                f"pass {name}: phases={graph_pass.phases!r} has {phase!r}; "
-                f"choose from {', '.join(PHASES)} as a tuple"
-            )
+    phases: Any = graph_pass.phases
+    if not (isinstance(phases, (tuple, list)) and all(phase in PHASES for phase in phases)):
+        raise UserError(
+            f"pass {name}: phases={phases!r} is no tuple of phases; choose from {', '.join(PHASES)}"
+        )
     if type(graph_pass).run is GraphPass.run:
         raise UserError(f"pass {name}: {cls} has no run; write {SIGNATURE}")
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from user_modules import (
     Apply,
     Projections,
     SwiGLU,
+    Vectors,
     causal_lm,
     llama,
     qwen3,
@@ -168,6 +170,14 @@ def test_weights_may_change_in_every_way() -> None:
     model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
     assert agrees(compiled, model)
     assert len(compiled.traces) == 1, "the same graph, bound again"
+    attention = model.model.layers[0].self_attn
+    attention.k_proj.weight.data = attention.k_proj.weight.data.t()  # the same memory
+    assert attention.k_proj.weight.shape == (32, 32) and agrees(compiled, model)
+    mlp = model.model.layers[0].mlp
+    for linear in (mlp.gate_proj, mlp.up_proj):
+        linear.weight.data = linear.weight.data[:40]
+    mlp.down_proj.weight.data = mlp.down_proj.weight.data[:, :40]
+    assert agrees(compiled, model)
     model.lm_head = nn.Linear(32, 97, bias=True).eval()
     assert agrees(compiled, model)
 
@@ -182,9 +192,15 @@ def test_dtype_and_device_moves() -> None:
     model.to_empty(device="cpu").load_state_dict(real.state_dict())
     model.model.rotary_emb = real.model.rotary_emb
     assert agrees(compiled, real)
+    program = compiled.traces[-1].program
+    state = program.executable(compiled._weights()).module.state_dict()
+    held = [weakref.ref(w.untyped_storage()) for n, w in state.items() if "up_proj" in n]
+    del state
+    assert [ref() is not None for ref in held] == [True]
     model.to(torch.bfloat16)
     assert torch.equal(logits(compiled), logits(model))
     assert logits(compiled).dtype == torch.bfloat16
+    assert [ref() for ref in held] == [None], "the trace in float32 holds no weights any more"
 
 
 def test_tied_weights_stay_tied_and_may_be_untied() -> None:
@@ -241,6 +257,55 @@ def test_rows_that_do_not_lie_in_one_piece_are_copied() -> None:
     assert relative_error(compiled(x), model(x)) < 1e-6
 
 
+def test_arguments_whose_rows_are_in_pieces_have_traces_of_their_own() -> None:
+    norm = nn.RMSNorm(6, eps=1e-6).eval()
+    compiled = minivllm.compile(norm, torch.randn(4, 6))
+    wide = torch.randn(8, 12)
+    for x in (torch.randn(6, 9).t(), wide[:, ::2], wide[:, :6], wide[:3, :6]):
+        assert relative_error(compiled(x), norm(x)) < 1e-6
+    copied = [
+        bool(t.program.graph.nodes(torch.ops.aten.contiguous.default)) for t in compiled.traces
+    ]
+    assert copied == [False, True, True], "kernels read rows in one piece"
+
+
+@pytest.mark.parametrize("shape", [(4, 12), (8, 6)])
+def test_rows_are_taken_from_a_view_only_if_they_are_the_same(shape: tuple[int, ...]) -> None:
+    norm = nn.RMSNorm(6, eps=1e-6).eval()
+    model = Apply(lambda x, y: norm(x.view_as(y)))
+    model.norm = norm
+    x, y = torch.randn(shape), torch.randn(2, 4, 6)
+    compiled = minivllm.compile(model.eval(), (x, y))
+    assert relative_error(compiled(x, y), model(x, y)) < 1e-6
+
+
+def test_linears_without_columns_to_split_are_not_merged() -> None:
+    model = Vectors().eval()
+    compiled = minivllm.compile(model, torch.randn(3, 8))
+    assert found(compiled)["merge_linears"] == 0
+    reasons = {m.reason.partition(":")[0] for r in compiled.reports for m in r.misses}
+    assert "another shape" in reasons
+    x = torch.randn(2, 3, 8)
+    assert relative_error(compiled(x), model(x)) < 1e-6
+    assert model.one.shape == (1,)
+
+
+def test_a_square_of_truth_values_is_no_power() -> None:
+    model = Apply(lambda x: (x * x, (x + 2) * (x + 2))).eval()
+    compiled = minivllm.compile(model)
+    x = torch.tensor([True, False])
+    assert [y.tolist() for y in compiled(x)] == [[True, False], [9, 4]]
+
+
+def test_type_as_that_moves_stays() -> None:
+    model = Apply(lambda x: torch.arange(x.shape[0], device="cpu").type_as(x) * x).eval()
+    compiled = minivllm.compile(model, torch.ones(3, device="meta"))
+    assert len(compiled.graph.nodes(torch.ops.aten.type_as.default)) == 1
+    here = minivllm.compile(model, torch.ones(3))
+    assert not here.graph.nodes(torch.ops.aten.type_as.default)
+    assert here(torch.full((4,), 2.0)).tolist() == [0, 2, 4, 6]
+
+
 def test_without_patterns_a_module_works_as_before() -> None:
     model = nn.Sequential(nn.Conv1d(3, 5, 3), nn.BatchNorm1d(5), nn.GELU(), nn.Flatten()).eval()
     compiled = minivllm.compile(model, torch.randn(2, 3, 10))
@@ -294,6 +359,17 @@ def test_a_twisted_norm_is_a_near_miss_of_the_report_and_explained() -> None:
     assert "aten.sqrt in place of aten.mean" in said[0]
 
 
+def test_an_explanation_tells_layers_that_are_alike_together() -> None:
+    said: list[str] = []
+    minivllm.compile(qwen3(3), EXAMPLE, explain="fuse_norms", say=said.append)
+    (text,) = said
+    first, *lines = text.splitlines()
+    assert first == "fuse_norms on the module graph: 13 sites matched"
+    norms = ("input_layernorm", "self_attn.q_norm", "self_attn.k_norm", "post_attention_layernorm")
+    alike = [f"  model.layers.*.{norm}: 3, in layers 0-2" for norm in norms]
+    assert sorted(lines) == sorted([*alike, "  model.norm: 1", "  no near miss"])
+
+
 def test_dumps_are_the_same_bytes_twice(tmp_path: Path) -> None:
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
@@ -305,7 +381,8 @@ def test_dumps_are_the_same_bytes_twice(tmp_path: Path) -> None:
         assert texts[0] == texts[1]
     last = (folders[0] / "graph_0" / "08_fit_views.txt").read_text()
     assert last.count("minivllm.add_rms_norm") == 2 and last.count("minivllm.silu_mul") == 1
-    assert "input  input_ids: int64[input_ids.0, input_ids.1]" in last
+    assert "input  input_ids: int64[input_ids.0, input_ids.1]    # an argument\n" in last
+    assert re.search(r"\n\nreturn %\w+: float32\[input_ids.0, input_ids.1, 97\]\n$", last)
     assert "model.layers.0.self_attn.q_proj+k_proj+v_proj.weight" in last
 
 
@@ -373,6 +450,10 @@ def test_calls_that_cannot_be_served() -> None:
         compiled(input_ids=IDS, use_cache=False)
     model.eval()
     assert not compiled(input_ids=IDS, use_cache=False).logits.requires_grad
+    model.model.layers[0].mlp.train()
+    with pytest.raises(UserError, match="a part of LlamaForCausalLM is in training mode"):
+        compiled(input_ids=IDS, use_cache=False)
+    model.eval()
     # the module itself still trains
     model(input_ids=IDS, labels=IDS).loss.backward()
     assert model.model.layers[0].mlp.up_proj.weight.grad.abs().sum() > 0

@@ -28,6 +28,7 @@ from user_modules import (
 )
 
 from minivllm.compiler.backend import minivllm
+from minivllm.compiler.module_program import ModuleProgram
 
 ROOT = Path(__file__).resolve().parents[2]
 IDS = token_ids(2, 8)
@@ -118,6 +119,25 @@ def test_merged_weights_are_shared_by_graphs_and_follow_their_parameters() -> No
     for ids in (IDS, token_ids(2, 9)):
         assert relative_error(logits(compiled, ids), logits(reference, ids)) < 1e-5
     assert len(found()) == 2
+
+
+def test_layers_that_share_a_graph_are_bound_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = [SwiGLU().eval() for _ in range(3)]
+    bound = []
+    bind = ModuleProgram._bind
+    monkeypatch.setattr(
+        ModuleProgram, "_bind", lambda self, tensors: bound.append(1) or bind(self, tensors)
+    )
+    graphs = minivllm.count
+    compiled = [torch.compile(layer, backend="minivllm") for layer in layers]
+    with torch.no_grad():
+        for x in torch.randn(3, 4, 8):
+            for layer, again in zip(layers, compiled, strict=True):
+                assert relative_error(again(x), layer(x)) < 1e-5
+        assert (minivllm.count - graphs, len(bound)) == (1, 3)
+        layers[1].gate.data = torch.randn_like(layers[1].gate)
+        assert relative_error(compiled[1](x), layers[1](x)) < 1e-5
+    assert len(bound) == 4
 
 
 def test_options() -> None:

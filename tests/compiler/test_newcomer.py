@@ -334,8 +334,15 @@ def made(**attributes: Any) -> GraphPass:
         (made(name="a-b"), "pass Made: its name is 'a-b'; set name to letters"),
         (made(name=None), "pass Made: its name is None; set name to letters"),
         (type("Bare", (GraphPass,), {})(), "pass Bare: its name is None; set name to letters"),
-        (made(phases="decode"), "pass fine: phases='decode' has 'd'; choose from prefill, decode"),
-        (made(phases=("decoding",)), "pass fine: phases=('decoding',) has 'decoding'; choose from"),
+        (
+            made(phases="decode"),
+            "pass fine: phases='decode' is no tuple of phases; choose from prefill",
+        ),
+        (
+            made(phases=("decoding",)),
+            "pass fine: phases=('decoding',) is no tuple of phases; choose",
+        ),
+        (made(phases=None), "pass fine: phases=None is no tuple of phases; choose from prefill"),
         (
             made(run=lambda self, graph: []),
             "pass fine: Made.run(self, graph) cannot be called with a graph and a context (too "
@@ -424,6 +431,7 @@ def test_an_option_without_effect_is_an_error(options: dict[str, Any], message: 
         ("my_pass", "'my_pass' is not MODULE:CLASS, such as my_pass:MyPass for my_pass.py"),
         ("my_pass:", "'my_pass:' is not MODULE:CLASS"),
         ("my_pass.py:a b", "is not MODULE:CLASS"),
+        (".my_pass:MyPass", "is not MODULE:CLASS"),
         (
             "no_such_module:MyPass",
             "no module 'no_such_module' on the import path; start python -m in the folder",

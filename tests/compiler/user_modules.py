@@ -94,6 +94,20 @@ class Projections(nn.Module):
         return self.a(x), {"flat": self.b(x).view(-1)}
 
 
+class Vectors(nn.Module):
+    """Linears that cannot share a matrix: their weights are vectors, or one bias broadcasts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.randn(8)) for _ in range(2))
+        self.c, self.d = (nn.Parameter(torch.randn(8, 8)) for _ in range(2))
+        self.one, self.eight = nn.Parameter(torch.randn(1)), nn.Parameter(torch.randn(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        dots = F.linear(x, self.a) + F.linear(x, self.b)
+        return F.linear(x, self.c, self.one) + F.linear(x, self.d, self.eight) * dots[..., None]
+
+
 class Apply(nn.Module):
     """A function of tensors as a module."""
 

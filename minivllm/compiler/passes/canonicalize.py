@@ -68,13 +68,20 @@ def canonicalize(graph: Graph) -> list[str]:
 def respell(graph: Graph, node: Node) -> Node:
     """The call in the spelling that patterns use; the node itself if it has it already."""
     x, *rest = node.args or (None,)
+    if not isinstance(x, Node):
+        return node
     if node.target is aten.type_as.default:
         (other,) = rest
         assert isinstance(other, Node)
-        new = graph.call(aten.to.dtype, x, other.meta["val"].dtype, like=node)
+        value = other.meta["val"]
+        if value.device != x.meta["val"].device:
+            return node  # type_as moves, too
+        new = graph.call(aten.to.dtype, x, value.dtype, like=node)
     elif node.target is aten.square.default or (
         node.target is aten.mul.Tensor and rest and rest[0] is x
     ):
+        if x.meta["val"].dtype is torch.bool:
+            return node  # its power is an integer
         new = graph.call(aten.pow.Tensor_Scalar, x, 2, like=node)
     else:
         return node

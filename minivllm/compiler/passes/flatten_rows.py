@@ -18,7 +18,7 @@ import torch
 from torch.fx import Node
 
 from minivllm.compiler.graph import Graph
-from minivllm.compiler.passes.base import GraphPass, PassContext
+from minivllm.compiler.passes.base import GraphPass, PassContext, shape_of
 from minivllm.ops import OPS
 
 aten = torch.ops.aten
@@ -72,8 +72,8 @@ def _rows(graph: Graph, value: object, rank: int, like: Node) -> Node:
     if value.target is aten.view_as.default:
         flat = value.args[0]
         assert isinstance(flat, Node)
-        if flat.meta["val"].ndim == rank:  # what an op before this one made
-            return flat
+        if shape_of(graph, flat)[1:] == shape_of(graph, value)[1 - rank :]:
+            return flat  # what an op before this one made
     rows = value
     if value.meta["val"].ndim < rank:
         rows = graph.call(aten.unsqueeze.default, value, 0, like=like)

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -38,15 +40,14 @@ class MergeLinears(GraphPass):
         groups: defaultdict[tuple[Node, str, int], list[Node]] = defaultdict(list)
         context.misses.looked_for(aten.linear.default)
         for node in graph.nodes(aten.linear.default):
-            x, weight, *bias = node.args
+            x, weight, *bias = (a for a in node.args if a is not None)
             module = node.meta["module"].rpartition(".")[0]
-            unfit = next((w for w in (weight, *bias) if not _is_private(graph, w)), None)
-            if unfit is None:
+            obstacle = _obstacle(graph, weight, bias)
+            if obstacle is None:
                 groups[x, module, len(bias)].append(node)  # type: ignore[index]
             else:
-                reason = "it is computed or read elsewhere, too, and would be held twice"
-                wanted = "a weight that this linear alone reads"
-                context.misses.add(graph, node, wanted, at=unfit, reason=reason, site=module)
+                at, wanted, reason = obstacle
+                context.misses.add(graph, node, wanted, at=at, reason=reason, site=module)
         merged = {key: nodes for key, nodes in groups.items() if len(nodes) > 1}
         for (_, module, _), nodes in merged.items():
             _merge(graph, module, nodes)
@@ -56,6 +57,21 @@ class MergeLinears(GraphPass):
                 wanted = "a value that several linears read"
                 context.misses.add(graph, nodes[0], wanted, at=x, reason=reason, site=module)
         return [module for _, module, _ in merged]
+
+
+def _obstacle(graph: Graph, weight: Any, bias: Sequence[Any]) -> tuple[Any, str, str] | None:
+    """What keeps a linear from being merged: where, what is wanted in its place, and why."""
+    for value in (weight, *bias):
+        if not _is_private(graph, value):
+            reason = "it is computed or read elsewhere, too, and would be held twice"
+            return value, "a weight that this linear alone reads", reason
+    shape = graph.weights[str(weight.target)].shape
+    if len(shape) != 2:
+        return weight, "a matrix", "another shape: a vector leaves no column to split"
+    for value in bias:
+        if graph.weights[str(value.target)].shape != shape[:1]:
+            return value, "a vector along the weight's rows", "another shape: it broadcasts"
+    return None
 
 
 def _is_private(graph: Graph, weight: object) -> bool:
@@ -75,7 +91,7 @@ def _merge(graph: Graph, module: str, nodes: list[Node]) -> None:
     padded = [-(-width // step) * step for width in widths]
     starts = [sum(padded[:i]) for i in range(len(nodes))]
     leaves = []
-    for position in range(1, len(first.args)):
+    for position in range(1, len(first.all_input_nodes)):
         parts = [node.args[position] for node in nodes]
         names = [str(p.target) for p in parts if isinstance(p, Node)]
         spec = graph.weights[names[0]]
