@@ -40,14 +40,15 @@ KERNELS = {
 }
 # bytes a thread: tiles are measured on sm_90; newer Tritons spill two registers on sm_80
 PRODUCT_STACK = {90: 0, 80: 8}
-MAX_REGISTERS = {90: 96, 80: 112}  # a thread; 20 and 16 warps fit on an SM
+MAX_REGISTERS = {90: 80, 80: 112}  # a thread; 24 and 16 warps fit on an SM
 LINEARS = tuple(name for name in KERNELS if "linear" in name)
 # products have a row or two of the weight, or an accumulator, in registers; one program an SM
 PRODUCTS = ("_vector_kernel", "_dot_kernel")
 # tiles of keys and values in shared memory let no more than three programs of four warps on an SM
 DECODE_ATTENTION = "_paged_decode_kernel"
 DECODE_ATTENTION_REGISTERS = 128
-PRODUCT_REGISTERS = {90: 200, 80: 232}
+PRODUCT_REGISTERS = 200
+GREEDY_REGISTERS = 96  # a lane keeps 16 logits, and the highest of each column with its place
 # one warp a program, with several loads of 16 bytes a thread on their way
 WARP_KERNELS = ("_qk_norm_rope_kernel", "_prefill_kernel")
 WARP_REGISTERS = 152
@@ -191,8 +192,9 @@ def test_every_kernel_compiles(model: str, capability: int, compiled: Any) -> No
         assert k.local == 0 and k.stack <= stack, f"{k.name} spills: {k}"
         limit = MAX_REGISTERS[capability]
         limit = DECODE_ATTENTION_REGISTERS if k.name == DECODE_ATTENTION else limit
-        limit = PRODUCT_REGISTERS[capability] if k.name in PRODUCTS else limit
+        limit = PRODUCT_REGISTERS if k.name in PRODUCTS else limit
         limit = WARP_REGISTERS if k.name in WARP_KERNELS else limit
+        limit = GREEDY_REGISTERS if k.name == "_best_kernel" else limit
         assert k.registers <= limit, f"{k.name}: {k.registers} registers"
 
 
@@ -337,8 +339,10 @@ def test_linears_compile_at_every_tile(rows: int, capability: int, compiled: Any
         if k.name == "_dot_kernel":
             assert ("wgmma" in k.ptx) == (capability == 90)
             copies = re.findall(r"cp\.async\.\w+\.shared\.global \[.*?\], \[.*?\], (\w+)", k.ptx)
-            before, *_ = k.ptx.split("griddepcontrol.wait")
-            assert set(copies) == {"0x10"} or "ld.global.v4.b32" in before
+            if not copies:  # all of its weights are asked for before the wait
+                before, _ = k.ptx.split("griddepcontrol.wait")
+                assert "ld.global.v4.b32" in before
+            assert set(copies) <= {"0x10"}
 
 
 @pytest.mark.parametrize("rows", [16, 32])

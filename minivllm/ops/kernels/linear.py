@@ -299,11 +299,11 @@ def _dot_kernel(
             eps, D, K, PER_HEAD, MAKE, dtype,
         )  # fmt: skip
         total = tl.dot(second, tl.trans(columns), total)
-    for step in tl.range(start + EARLY, start + STEPS, num_stages=STAGES):
-        weights = _weights(w, n, n_mask, step, d, D, K)
+    for step in tl.range(EARLY, STEPS, num_stages=STAGES):  # bounds that the compiler knows
+        weights = _weights(w, n, n_mask, start + step, d, D, K)
         columns = _columns(
-            x, gate, head_weight, rows, m, step, d, x_token, x_head, gate_token, gate_head, eps,
-            D, K, PER_HEAD, MAKE, dtype,
+            x, gate, head_weight, rows, m, start + step, d, x_token, x_head, gate_token, gate_head,
+            eps, D, K, PER_HEAD, MAKE, dtype,
         )  # fmt: skip
         total = tl.dot(weights, tl.trans(columns), total)
     if END == SILU_MUL:
