@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -135,20 +136,20 @@ def _capture(runner: ModelRunner, options: EngineConfig) -> None:
     runner.capture([b for b in prefill_buckets(tokens, 1) if b.tokens == tokens])
 
 
-class _Step:
+class _Step(ABC):
     """The planned step of a phase: call by call, and as it is measured."""
 
     phase: str
     executable: Executable
     captured: bool
 
+    @abstractmethod
     def run(self, executable: Executable) -> None:
         """The step with another form of its graph, and without a CUDA Graph."""
-        raise NotImplementedError
 
+    @abstractmethod
     def replay(self) -> None:
         """The step as the engine runs it."""
-        raise NotImplementedError
 
 
 class _Prefill(_Step):
