@@ -48,7 +48,8 @@ PRODUCTS = ("_vector_kernel", "_dot_kernel")
 DECODE_ATTENTION = "_paged_decode_kernel"
 DECODE_ATTENTION_REGISTERS = 128
 PRODUCT_REGISTERS = 200
-GREEDY_REGISTERS = 96  # a lane keeps 16 logits, and the highest of each column with its place
+# a lane keeps 16 logits, and the highest of each column with its place
+GREEDY_REGISTERS = {90: 96, 80: 112}
 # one warp a program, with several loads of 16 bytes a thread on their way
 WARP_KERNELS = ("_qk_norm_rope_kernel", "_prefill_kernel")
 WARP_REGISTERS = 152
@@ -194,7 +195,7 @@ def test_every_kernel_compiles(model: str, capability: int, compiled: Any) -> No
         limit = DECODE_ATTENTION_REGISTERS if k.name == DECODE_ATTENTION else limit
         limit = PRODUCT_REGISTERS if k.name in PRODUCTS else limit
         limit = WARP_REGISTERS if k.name in WARP_KERNELS else limit
-        limit = GREEDY_REGISTERS if k.name == "_best_kernel" else limit
+        limit = GREEDY_REGISTERS[capability] if k.name == "_best_kernel" else limit
         assert k.registers <= limit, f"{k.name}: {k.registers} registers"
 
 
