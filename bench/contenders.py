@@ -28,7 +28,8 @@ from minivllm.compiler.pipeline import PIPELINE
 from minivllm.compiler.recipe import allocate
 from minivllm.ops.paged_attention import BLOCK_SIZE
 from minivllm.runtime.model_runner import ModelRunner, PoolSizes
-from minivllm.runtime.prefill_runner import PrefillRunner, Row, prefill_buckets
+from minivllm.runtime.prefill_inputs import Row
+from minivllm.runtime.prefill_runner import PrefillRunner, prefill_buckets
 
 ROWS = {
     "hf": "transformers' generate",

@@ -40,7 +40,7 @@ from minivllm.model.weights import (
 from minivllm.ops import OPS
 from minivllm.presets import model_preset
 from minivllm.runtime.model_runner import ModelRunner, PoolSizes
-from minivllm.runtime.prefill_runner import Row
+from minivllm.runtime.prefill_inputs import Row
 
 PROMPTS = (300, 1, 77)  # tokens of each sequence
 FIRST_CHUNK = (192, 1, 64)

@@ -33,7 +33,7 @@ from minivllm.config import (
 )
 from minivllm.runtime.model_runner import ModelRunner, StepLogits
 from minivllm.runtime.outputs import RequestOutput
-from minivllm.runtime.prefill_runner import Row
+from minivllm.runtime.prefill_inputs import Row
 from minivllm.runtime.step import Step
 
 VOCAB = 97

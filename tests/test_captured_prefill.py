@@ -18,7 +18,7 @@ from minivllm.ops.op import is_importable
 from minivllm.ops.paged_attention import BLOCK_SIZE
 from minivllm.presets import model_preset
 from minivllm.runtime.model_runner import ModelRunner
-from minivllm.runtime.prefill_runner import Row
+from minivllm.runtime.prefill_inputs import Row, prefill_inputs
 
 pytestmark = [
     pytest.mark.gpu,
@@ -120,7 +120,7 @@ def test_replays_are_fresh_runs(model: tuple[ModelRunner, int]) -> None:
     graph, pools = runner.graphs["prefill"], Pools(runner)
     for pool in (runner.slots, runner.blocks):
         pool.poison(list(range(pool.storage.shape[0])))
-    batches = [runner.prefiller.inputs(rows_of(step, vocab)) for step in STEPS]
+    batches = [prefill_inputs(rows_of(step, vocab)).views() for step in STEPS]
     kept = [batch["chunk_slots"].count_nonzero() for batch in batches]
     assert kept == [1, 2, 0, 2, 1, 2]
     buffers = on_gpu(padded(batches[0]), graph.inputs)
@@ -166,7 +166,7 @@ def test_replays_are_fresh_runs(model: tuple[ModelRunner, int]) -> None:
 def test_the_graph_waits_for_nothing(model: tuple[ModelRunner, int]) -> None:
     runner, vocab = model
     graph = runner.graphs["prefill"]
-    inputs = on_gpu(padded(runner.prefiller.inputs(rows_of(STEPS[0], vocab))), graph.inputs)
+    inputs = on_gpu(padded(prefill_inputs(rows_of(STEPS[0], vocab)).views()), graph.inputs)
     graph(**inputs)
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -17,7 +17,7 @@ from minivllm.errors import UserError
 from minivllm.presets import model_preset as preset_options
 from minivllm.runtime.captures import Captures
 from minivllm.runtime.model_runner import ModelRunner
-from minivllm.runtime.prefill_runner import Row
+from minivllm.runtime.prefill_inputs import Row, prefill_inputs
 from minivllm.runtime.warmup import counted_builds
 
 pytestmark = [
@@ -73,7 +73,7 @@ def test_two_batches_through_the_same_buffers(mode: str) -> None:
             Row(random_ids(n, config.vocab_size, seed=n), 0, n, 1 + i, [1 + i, 3 + i])
             for i, n in enumerate(lengths)
         ]
-        batches.append({k: v.to(device) for k, v in model.prefiller.inputs(rows).items()})
+        batches.append({k: v.to(device) for k, v in prefill_inputs(rows).views().items()})
     graph = model.graphs["prefill"]
     with torch.inference_mode():
         fresh = [graph(**batch).clone() for batch in batches]

@@ -20,7 +20,7 @@ from minivllm import LLM, SamplingParams
 from minivllm.config import CompilerOptions, EngineConfig, ModelOptions, RuntimeOptions
 from minivllm.ops.paged_attention import BLOCK_SIZE
 from minivllm.runtime.model_runner import ModelRunner
-from minivllm.runtime.prefill_runner import Row
+from minivllm.runtime.prefill_inputs import Row
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 

@@ -31,11 +31,12 @@ def block_digests(
     else:
         tagged = b"none" if salt is None else b"salt" + salt.encode("utf-8", "surrogatepass")
         parent = blake2b(tagged, digest_size=DIGEST_SIZE).digest()
+    ids = token_ids[len(previous) * BLOCK_SIZE : count * BLOCK_SIZE]
+    packed = struct.pack(f"<{len(ids)}q", *ids)
     found = []
-    for block in range(len(previous), count):
-        ids = token_ids[block * BLOCK_SIZE : (block + 1) * BLOCK_SIZE]
-        packed = struct.pack(f"<{BLOCK_SIZE}q", *ids)
-        parent = blake2b(parent + packed, digest_size=DIGEST_SIZE).digest()
+    for at in range(0, len(packed), BLOCK_SIZE * 8):
+        tokens = packed[at : at + BLOCK_SIZE * 8]
+        parent = blake2b(parent + tokens, digest_size=DIGEST_SIZE).digest()
         found.append(parent)
     return found
 

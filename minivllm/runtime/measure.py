@@ -51,7 +51,8 @@ from minivllm.ops.paged_attention import BLOCK_SIZE
 from minivllm.runtime.device_speed import device_seconds, host_seconds, measured_machine
 from minivllm.runtime.kernel_trace import device_kernels, traced
 from minivllm.runtime.model_runner import ModelRunner, PoolSizes
-from minivllm.runtime.prefill_runner import Row, prefill_buckets
+from minivllm.runtime.prefill_inputs import Row, prefill_inputs
+from minivllm.runtime.prefill_runner import prefill_buckets
 from minivllm.runtime.resolve import resolve_num_threads
 
 REPLAYS = 20  # of a step, at most: with the profiler, and without it
@@ -162,7 +163,7 @@ class _Prefill(_Step):
         count = STEPS["prefill"]
         self.rows = [Row([0] * count, 0, count, SLOT, range(1, count // BLOCK_SIZE + 1))]
         self.bucket = self.runner.bucket(self.rows)
-        inputs = self.runner.inputs(self.rows, self.bucket)
+        inputs = prefill_inputs(self.rows, self.bucket).views()
         self.inputs = {n: inputs[n].to(self.runner.device) for n in self.executable.inputs}
         self.runner.run(self.rows)  # whose inputs a captured one keeps
 

@@ -24,7 +24,8 @@ from minivllm.compiler.compile import CompiledModel
 from minivllm.model.miniqwen import MiniQwen
 from minivllm.runtime.decode_runner import DecodeRunner
 from minivllm.runtime.pools import EntryPool, of_kind
-from minivllm.runtime.prefill_runner import Bucket, PrefillRunner, Row
+from minivllm.runtime.prefill_inputs import Bucket, Row
+from minivllm.runtime.prefill_runner import PrefillRunner
 from minivllm.runtime.step import BlockCopy, Chunk, StateCopy, Step
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from minivllm.runtime.decode_runner import DecodeRunner, bucket_sizes
 from minivllm.runtime.model_runner import ModelRunner
-from minivllm.runtime.prefill_runner import Row
+from minivllm.runtime.prefill_inputs import Row
 
 SEQS = 11
 
