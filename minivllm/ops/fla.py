@@ -6,12 +6,16 @@ batch's. Its memo is switched off here, and chunk indices are graph inputs.
 
     o, state = fla.chunk_gated_delta_rule()(q, k, v, g, beta, ...)
 
+Nor are FLA's layers and models imported, which take its ops along with transformers, pandas and
+scikit-learn to several seconds: without them the package is complete (`fla-core`), and says so.
+
 Also owns the indices of packed sequences by chunks of 64 tokens, exact and padded.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,11 +24,21 @@ from torch import Tensor
 
 CHUNK_SIZE = 64
 SOLVE_BLOCK = 16  # rows that FLA solves at once; it writes no blocks above the diagonal's
+EXTENSIONS = ("fla.layers", "fla.models")  # which `import fla` does without if they are missing
 
 
 @functools.cache
-def _without_memo() -> None:
-    import fla.utils
+def prepare() -> None:
+    """Import FLA without its extensions and its memo; before any of its modules is imported."""
+    first = "fla" not in sys.modules
+    hidden = [name for name in EXTENSIONS if first and name not in sys.modules]
+    for name in hidden:
+        sys.modules[name] = None  # type: ignore[assignment]  # as if it were not installed
+    try:
+        import fla.utils
+    finally:
+        for name in hidden:
+            del sys.modules[name]  # whoever wants it imports it by its own name
 
     fla.utils.FLA_DISABLE_TENSOR_CACHE = True
 
@@ -32,7 +46,7 @@ def _without_memo() -> None:
 @functools.cache
 def causal_conv1d() -> Callable[..., Any]:
     """FLA's causal convolution over packed sequences."""
-    _without_memo()
+    prepare()
     from fla.modules.causal_conv1d import causal_conv1d as function
 
     return function
@@ -41,7 +55,7 @@ def causal_conv1d() -> Callable[..., Any]:
 @functools.cache
 def causal_conv1d_update() -> Callable[..., Any]:
     """FLA's one-token convolution; it changes the state it is given."""
-    _without_memo()
+    prepare()
     from fla.modules.causal_conv1d import causal_conv1d_update as function
 
     return function
@@ -50,7 +64,7 @@ def causal_conv1d_update() -> Callable[..., Any]:
 @functools.cache
 def chunk_gated_delta_rule() -> Callable[..., Any]:
     """FLA's chunked delta rule over packed sequences."""
-    _without_memo()
+    prepare()
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule as function
 
     return function
@@ -59,7 +73,7 @@ def chunk_gated_delta_rule() -> Callable[..., Any]:
 @functools.cache
 def fused_recurrent_gated_delta_rule() -> Callable[..., Any]:
     """FLA's token-by-token delta rule."""
-    _without_memo()
+    prepare()
     from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule as function
 
     return function
