@@ -42,14 +42,17 @@ class Captures:
     def capture(self, key: Hashable, run: Callable[[], Tensor]) -> None:
         """Capture `run`, which reads static tensors only; its result is the graph's output."""
         assert key not in self, f"{key} is captured already"
-        current = torch.cuda.current_stream(self.device)
-        self._stream.wait_stream(current)
+        graph = torch.cuda.CUDAGraph()
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             run()  # builds kernels and workspaces, which a capture must not
-        current.wait_stream(self._stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            output = run()
+            # `torch.cuda.graph` does this, and frees all unused memory before: 30 ms a graph
+            graph.capture_begin(pool=self._pool)
+            try:
+                output = run()
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream(self.device).wait_stream(self._stream)
         self._graphs[key] = graph, output
 
     def replay(self, key: Hashable) -> Tensor:
