@@ -5,8 +5,9 @@
 
 Every op runs the implementation that binding would choose for this device. Its result is held to
 the op's definition in float32 first; a mismatch ends the run. Then the op is timed
-inside a captured CUDA Graph that holds one call for each of several input sets, so that what is
-memory-bound does not find its inputs in the cache. The floor is the bytes that must move (each
+inside a captured CUDA Graph of many calls, in turn on several input sets, so that what is
+memory-bound does not find its inputs in the cache, and the few microseconds that starting a graph
+takes are shared by as many layers as a step has. The floor is the bytes that must move (each
 input and output once, each state once in and once out, of a KV cache the keys and values attended
 to) at 4.3 TB/s; attention of a prefill is bound by its products instead. FLA's varlen entry cannot
 be captured as it comes (it copies `cu_seqlens` to the host), so what runs on it is timed from
@@ -48,6 +49,7 @@ HISTORIES = (0, 2048)  # tokens before a prompt's chunk
 BANDWIDTH = 4.3e12  # bytes a second that an H200 reaches
 COLD_BYTES = 192 * 2**20  # more than its L2 holds, several times
 MAX_SETS = 32
+CALLS = 18  # of a graph at least: the 0.8B's layers of Gated DeltaNet
 REPLAYS = 30
 
 Args = tuple[Any, ...]
@@ -259,6 +261,12 @@ class Shapes:
             f"causal_conv1d_{phase}_slots",
             [(self.mixer_row(tokens)[0], weight, conv, s, *tail) for s in slots],
         )
+        if phase == "prefill":
+            heads = c.linear_num_key_heads, c.linear_key_head_dim, c.linear_value_head_dim
+            yield (
+                "causal_conv1d_qkv_prefill_slots",
+                [(self.mixer_row(tokens)[0], weight, conv, s, *tail, *heads) for s in slots],
+            )
         yield (
             f"fused_gated_delta_rule_{phase}_slots",
             [(*self.recurrent_rows(tokens), recurrent, s, *tail) for s in slots],
@@ -382,9 +390,10 @@ def sets_for(bytes_per_call: int) -> int:
 
 def time_call(call: Callable[..., Any], sets: list[Args], captured: bool) -> float:
     """Median microseconds of one call."""
+    calls = list(itertools.islice(itertools.cycle(sets), max(CALLS, len(sets))))
 
     def all_sets() -> None:
-        for args in sets:
+        for args in calls:
             call(*args)
 
     side = torch.cuda.Stream()
@@ -406,7 +415,7 @@ def time_call(call: Callable[..., Any], sets: list[Args], captured: bool) -> flo
         replay()
         end.record()
         end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / len(sets))
+        times.append(start.elapsed_time(end) * 1e3 / len(calls))
     return statistics.median(times[3:])
 
 
