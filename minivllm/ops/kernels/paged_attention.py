@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minivllm.ops.kernels.launch import pdl, wait_for_inputs
 from minivllm.ops.kernels.numerics import rows_of
 from minivllm.ops.paged_attention import MAX_SPLITS, num_splits
 
@@ -58,8 +59,10 @@ def _paged_decode_kernel(
     TILE: tl.constexpr,
     BLOCK_GROUP: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Scores are in units of log 2; `sums` holds a share's largest score and its sum of weights."""
+    wait_for_inputs(PDL)
     n = tl.program_id(0).to(tl.int64)
     parts: tl.constexpr = (GROUP + BLOCK_GROUP - 1) // BLOCK_GROUP
     kv_head = tl.program_id(1) // parts
@@ -130,8 +133,10 @@ def _combine_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Some columns of one head: every share at once, each by the weight of its largest score."""
+    wait_for_inputs(PDL)
     n = tl.program_id(0).to(tl.int64)
     row = n * HEADS + tl.program_id(1)
     d = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -247,6 +252,7 @@ def paged_attention_decode(
         BLOCK_D=max(16, triton.next_power_of_2(dim)),
         num_warps=4,
         num_stages=3,
+        **pdl(),
     )
     if splits > 1:
         _combine_kernel[(sequences, heads, triton.cdiv(dim, COMBINE_BLOCK_D))](
@@ -261,6 +267,7 @@ def paged_attention_decode(
             BLOCK_SPLITS=MAX_SPLITS,
             BLOCK_D=COMBINE_BLOCK_D,
             num_warps=4,
+            **pdl(),
         )
     return o
 
