@@ -9,6 +9,7 @@ from hf_checkpoints import (
     assert_same,
 )
 
+import minivllm.model.dummy as dummy
 from minivllm.model.config import MiniQwenConfig
 from minivllm.model.miniqwen import MiniQwen, RotaryEmbedding
 from minivllm.model.weights import (
@@ -86,3 +87,87 @@ def test_dummy_activations_keep_their_scale_through_24_layers(dtype: torch.dtype
     assert torch.isfinite(logits).all()
     assert len(scales) == 24 and min(scales) > 0.1 and max(scales) < 5
     assert 0.3 < logits.std().item() < 3
+
+
+WIDE = {  # name: shape; pieces of 256 elements end everywhere
+    "embed_tokens.weight": (97, 24),
+    "layers.0.mlp.up_proj.weight": (40, 24),
+    "layers.0.mixer.conv1d.weight": (1031, 4),
+    "layers.0.mixer.in_proj_a.weight": (3, 5),
+    "layers.1.mixer.q_proj.weight": (1, 2048),
+    "layers.1.mixer.k_proj.weight": (257, 1),
+    "layers.1.mixer.o_proj.weight": (259, 5),
+    "layers.0.mixer.A_log": (16,),
+    "layers.0.mixer.norm.weight": (300,),
+}
+
+
+def drawn_at_once(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    """A matrix as one draw and one product make it."""
+    generator = torch.Generator().manual_seed(dummy._mix(seed, name))
+    return torch.randn(shape, generator=generator).mul_(shape[-1] ** -0.5)
+
+
+@pytest.mark.parametrize("cores", [1, 2, 5])
+@pytest.mark.parametrize("piece", [1, 256, 2**20])
+def test_values_do_not_depend_on_pieces_and_threads(
+    cores: int, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = dummy_weights(WIDE, torch.float32, "cpu", seed=3)
+    monkeypatch.setattr(dummy, "_PIECE", piece)
+    monkeypatch.setattr(dummy, "_cores", lambda: cores)
+    assert_same(dummy_weights(WIDE, torch.float32, "cpu", seed=3), expected)
+    for name, shape in WIDE.items():
+        if len(shape) > 1:
+            assert torch.equal(expected[name], drawn_at_once(name, shape, 3)), name
+    targets = {name: torch.full(shape, torch.nan).half() for name, shape in WIDE.items()}
+    targets["embed_tokens.weight"] = torch.full((24, 97), torch.nan).half().t()  # in other strides
+    drawn = dummy_weights(WIDE, torch.bfloat16, "cpu", seed=3, targets=targets)
+    assert all(drawn[name] is target for name, target in targets.items())
+    assert_same(targets, {name: value.half() for name, value in expected.items()})
+
+
+@pytest.mark.parametrize("piece", [1, 16, 250, 256, 2**20])
+@pytest.mark.parametrize("width", [1, 3, 5, 16, 1000])
+@pytest.mark.parametrize("rows", [1, 15, 16, 17, 31, 256, 257, 1000, 1023])
+def test_pieces_cover_a_tensor_once(
+    rows: int, width: int, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dummy, "_PIECE", piece)
+    pieces = list(dummy._pieces(rows, width))
+    assert [row for part in pieces for row in part] == list(range(rows))
+    sizes = [len(part) * width for part in pieces]
+    assert all(size % 16 == 0 for size in sizes[:-1])
+    assert len(sizes) == 1 or sizes[-1] >= 16
+    assert max(sizes) <= piece + 16 * width + 16, "a piece bounds the memory"
+
+
+def test_large_tensors_are_begun_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dummy, "_cores", lambda: 1)
+    begun: list[tuple[int, ...]] = []
+    fill = dummy._fill
+    monkeypatch.setattr(dummy, "_fill", lambda *a: (begun.append(a[2]), fill(*a)))
+    drawn = dummy_weights(WIDE, torch.float32, "cpu", seed=0)
+    assert begun[:2] == [(1031, 4), (97, 24)] and len(begun) == len(WIDE)
+    assert list(drawn) == list(WIDE)
+
+
+def test_an_error_in_a_thread_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dummy, "_cores", lambda: 2)
+    targets = {"layers.0.mlp.up_proj.weight": torch.empty(40, 25)}
+    with pytest.raises(RuntimeError, match=r"must match|broadcast"):
+        dummy_weights(WIDE, torch.float32, "cpu", seed=0, targets=targets)
+
+
+def test_a_caller_in_inference_mode() -> None:
+    """Its tensors cannot be changed outside of it, in other threads neither."""
+    with torch.inference_mode():
+        drawn = dummy_weights(WIDE, torch.float32, "cpu", seed=3)
+    assert all(value.is_inference() for value in drawn.values())
+    plain = dummy_weights(WIDE, torch.float32, "cpu", seed=3)
+    assert not any(value.is_inference() for value in plain.values())
+    assert_same({name: value.clone() for name, value in drawn.items()}, plain)
+
+
+def test_no_weights_at_all() -> None:
+    assert dummy_weights({}, torch.float32, "cpu", seed=0) == {}
