@@ -146,6 +146,9 @@ class CompilerOptions(OptionGroup):
         disable: names of passes to leave out.
         stop_after: name of the last pass to run.
         implementations: op name -> the implementation it must use.
+        cache_dir: a folder that keeps finished graphs for the next start of the same model; None:
+            minivllm in the user's cache folder (`$XDG_CACHE_HOME`, else `~/.cache`); off: none are
+            read or kept.
     """
 
     group: ClassVar[str] = "compiler"
@@ -161,6 +164,7 @@ class CompilerOptions(OptionGroup):
     disable: tuple[str, ...] = option(())
     stop_after: str | None = option(None)
     implementations: Mapping[str, str] = option(factory=dict)
+    cache_dir: str | None = option(None, choices=("off", "a folder"), pattern=".+")
 
     def __post_init__(self) -> None:
         super().__post_init__()

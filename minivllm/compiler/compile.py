@@ -1,6 +1,7 @@
 """The compiler's front door: a config becomes a prefill graph and a decode graph.
 
-Owns the sequence trace, clone, passes. Does not own weights, devices or pools (bind.py, runtime).
+Owns the sequence trace, clone, passes, and when graphs that an earlier start has kept may stand
+for it. Does not own weights, devices or pools (bind.py, runtime).
 
     compiled = compile_model(config, torch.bfloat16, CompilerOptions(mode="compiled"))
 """
@@ -19,6 +20,7 @@ from minivllm.compiler.bisect import NumericsBisection, bisect_speed
 from minivllm.compiler.dump import Dump
 from minivllm.compiler.explain import Explain
 from minivllm.compiler.graph import PHASES, Graph
+from minivllm.compiler.graph_cache import GraphCache, graph_key
 from minivllm.compiler.pass_check import load_passes
 from minivllm.compiler.passes.base import GraphPass, PassContext
 from minivllm.compiler.pipeline import check_name, select_passes
@@ -38,13 +40,13 @@ class CompiledModel:
     """The result of a compilation.
 
     Attributes:
-        source: the graph as traced.
+        source: the graph as traced; None where the graphs were kept by an earlier compilation.
         graphs: phase to its graph after the last pass.
         reports: one for each pass and phase, in the order they ran.
-        seconds: time by part: "trace", and each phase.
+        seconds: time by part: "trace" and each phase, or "graphs from cache".
     """
 
-    source: Graph
+    source: Graph | None
     graphs: dict[str, Graph]
     reports: list[PassReport]
     seconds: dict[str, float]
@@ -71,8 +73,14 @@ def compile_model(
     say: Callable[[str], None] = logger.info,
     device: torch.device | None = None,
     passes: Sequence[GraphPass] = (),
+    cache_folder: Path | None = None,
 ) -> CompiledModel:
     """Trace the model once and lower it for both phases.
+
+    Finished graphs are read from `cache_folder` if an earlier compilation of the same has kept
+    them, unless something is to be seen of the stages before them: by `observers`, by `dump_dir`,
+    `verify`, `explain` or `bisect`. With passes of a user nothing is read or kept: their source is
+    not known.
 
     Args:
         config: the architecture.
@@ -85,6 +93,7 @@ def compile_model(
         device: where `bisect=speed` runs; None: CUDA if there is one.
         passes: a user's own, beside those of `options.extra_passes`; each is placed by its
             `before`.
+        cache_folder: where finished graphs are kept; None: nowhere.
 
     Raises:
         UserError: reference mode, which has no graph; an option names an unknown pass, or one that
@@ -106,6 +115,14 @@ def compile_model(
         check_name("explain", options.explain, extra)
         explain = Explain(options.explain, say)
     start = time.perf_counter()
+    seen = (options.dump_dir, options.verify, options.explain, options.bisect)
+    cache = key = None
+    if cache_folder is not None and not (observers or extra or any(seen)):
+        cache = GraphCache(cache_folder)
+        key = graph_key(config, dtype, state_dtype, block_size, options, selected)
+    if cache is not None and key is not None and (kept := cache.load(key)) is not None:
+        seconds = {"graphs from cache": time.perf_counter() - start}
+        return CompiledModel(None, kept.graphs, kept.reports, seconds)
     source = trace(config, dtype)
     seconds = {"trace": time.perf_counter() - start}
     watching = list(observers)
@@ -137,4 +154,6 @@ def compile_model(
         dump.finish(reports, seconds)
     if options.bisect == "speed":
         say(bisect_speed(source, options, context, device, extra=extra).report())
+    if cache is not None and key is not None:
+        cache.store(key, graphs, reports)
     return CompiledModel(source, graphs, reports, seconds)

@@ -15,8 +15,7 @@ the module's, its activations have any rank, and it has no state.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -124,13 +123,15 @@ class Graph:
     fx: fx.Graph
     phase: str
     symbols: dict[str, torch.SymInt]
-    fake_mode: FakeTensorMode
+    fakes: FakeTensorMode | None  # of the values; None: read from a file, not to be rewritten
     weights: dict[str, WeightSpec] = field(default_factory=dict)
     states: dict[str, StateSpec] = field(default_factory=dict)
     stage: str = "trace"  # the pass that runs: new nodes carry its name
     inputs: Mapping[str, InputSpec] = field(default_factory=lambda: INPUTS)
     device: torch.device = META  # of new leaves' fake values
     misses: Misses | None = None  # what the last pass noted and looked for
+    # fake values by op and types, for all clones
+    inferred: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def clone(self, phase: str) -> Graph:
         """A copy to rewrite. In decode every sequence has one token, so `seqs` is `tokens`."""
@@ -145,11 +146,12 @@ class Graph:
             copied,
             phase,
             symbols,
-            self.fake_mode,
+            self.fakes,
             dict(self.weights),
             dict(self.states),
             inputs=self.inputs,
             device=self.device,
+            inferred=self.inferred,
         )
 
     # reading
@@ -210,6 +212,12 @@ class Graph:
 
     # writing
 
+    @property
+    def fake_mode(self) -> FakeTensorMode:
+        """What new values are inferred in."""
+        assert self.fakes is not None, "a graph that was read from a file is not rewritten"
+        return self.fakes
+
     def input(self, name: str) -> Node:
         """The placeholder of an input of the vocabulary, made at its first use."""
         for node in self._leaves("placeholder"):
@@ -265,12 +273,25 @@ class Graph:
                     pending.append(source)
 
     def infer(self, node: Node) -> Any:
-        """The fake value of a call, from its arguments' fake values."""
+        """The fake value of a call, from its arguments' fake values.
+
+        Layers are alike, and to infer a value takes torch a millisecond: in a MiniQwen a call of
+        the op and types of an earlier one has that one's value.
+        """
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
+        if self.phase == MODULE:
+            # torch 2.11's linear asks a batch of rows for its number of elements, unless Python
+            # answers
+            with enable_python_dispatcher():
+                return self._inferred(node, args, kwargs)
+        key = (node.target, _types(args), _types(kwargs))
+        if key not in self.inferred:
+            self.inferred[key] = self._inferred(node, args, kwargs)
+        return self.inferred[key]
+
+    def _inferred(self, node: Node, args: Any, kwargs: Any) -> Any:
         assert callable(node.target)
-        # torch 2.11's linear asks a batch of rows for its number of elements, unless Python answers
-        python = enable_python_dispatcher() if self.phase == MODULE else nullcontext()
-        with self.fake_mode, torch.no_grad(), python:
+        with self.fake_mode, torch.no_grad():
             return node.target(*args, **kwargs)
 
     def _leaves(self, op: str) -> Iterator[Node]:
@@ -299,3 +320,21 @@ class Graph:
         if isinstance(value, (list, tuple)):
             return [self._type(v) for v in value]
         return type(value)
+
+
+def _types(value: Any) -> Any:
+    """What a call's value depends on: of tensors sizes and strides, of all else what it is."""
+    if isinstance(value, torch.Tensor):
+        sizes = [_expression(size) for size in (*value.shape, *value.stride())]
+        return value.dtype, value.device, *sizes
+    if isinstance(value, (list, tuple)):
+        return isinstance(value, tuple), *(_types(v) for v in value)
+    if isinstance(value, dict):
+        return tuple((name, _types(v)) for name, v in value.items())
+    if isinstance(value, torch.SymInt):
+        return _expression(value)
+    return type(value), value if isinstance(value, Hashable) else repr(value)
+
+
+def _expression(size: int | torch.SymInt) -> Any:
+    return size if isinstance(size, int) else size.node.expr

@@ -44,8 +44,8 @@ def argument_text(graph: Graph, value: Any) -> str:
 
 
 def type_text(graph: Graph, node: Node) -> str:
-    """Dtype and shape of a node's value: `float32[tokens, 8]`."""
-    return value_text(graph, node.meta["val"])
+    """Dtype and shape of a node's value: `float32[tokens, 8]`; of a graph from a file, as kept."""
+    return node.meta["type"] if "type" in node.meta else value_text(graph, node.meta["val"])
 
 
 def value_text(graph: Graph, value: Any) -> str:

@@ -140,7 +140,7 @@ def traced(
                 mapping[node] = graph.fx.create_node("get_attr", name, name=name.replace(".", "_"))
             else:
                 graph.symbols["tokens"] = value.shape[0]
-                graph.fake_mode = value.fake_mode
+                graph.fakes = value.fake_mode
                 mapping[node] = graph.fx.placeholder(name)
         elif node.op == "call_function":
             mapping[node] = graph.fx.node_copy(node, lambda n: mapping[n])
