@@ -10,7 +10,7 @@ own the tensors: the runtime loads weights and allocates pools.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from minivllm.compiler.graph import Graph
 from minivllm.errors import UserError
-from minivllm.ops import OPS, Implementation
+from minivllm.ops import OPS, Implementation, Op
 
 
 class Executable:
@@ -66,6 +66,7 @@ def bind(
     device: torch.device,
     dtype: torch.dtype,
     forced: Mapping[str, str] | None = None,
+    call_of: Callable[[Op, Implementation], Callable[..., Any]] = lambda _, chosen: chosen.call,
 ) -> Executable:
     """Make a graph executable.
 
@@ -75,6 +76,7 @@ def bind(
         states: a pool for each of `graph.states`, on `device`.
         device, dtype: what implementations are chosen for.
         forced: op name to implementation name, from `compiler.implementations`.
+        call_of: what is called for an op of which this implementation was chosen.
 
     Raises:
         UserError: `forced` names an unknown op, or an implementation that cannot run here.
@@ -104,7 +106,7 @@ def bind(
             if op.name not in chosen:
                 chosen[op.name], warning = op.choose(device, dtype, forced.get(op.name))
                 warnings += [warning] if warning else []
-            node.target = chosen[op.name].call
+            node.target = call_of(op, chosen[op.name])
     module = fx.GraphModule(attributes, bound, class_name=f"{graph.phase}_graph")
     names = {op: implementation.name for op, implementation in chosen.items()}
     capturable = all(implementation.capturable for implementation in chosen.values())

@@ -12,13 +12,15 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from minivllm.compiler.compile import CompiledModel, compile_model
+from minivllm.compiler.graph_cache import cache_folder
 from minivllm.compiler.pipeline import PIPELINE
 from minivllm.compiler.recipe import allocate
 from minivllm.compiler.trace import meta_model
@@ -29,10 +31,12 @@ from minivllm.model.miniqwen import MiniQwen, constants
 from minivllm.model.weights import dummy_weights, load_weights, parameter_shapes, read_ahead
 from minivllm.ops.paged_attention import BLOCK_SIZE
 from minivllm.runtime.decode_runner import bucket_sizes
+from minivllm.runtime.kernel_builds import KernelBuilds, StepSizes, kernel_builds
 from minivllm.runtime.memory import MemoryNeeds, MemoryPlan, memory_table, plan_memory
 from minivllm.runtime.model_runner import ModelRunner, PoolSizes, ReferenceRunner
 from minivllm.runtime.pools import entry_bytes, of_kind
-from minivllm.runtime.prefill_runner import Bucket, prefill_buckets
+from minivllm.runtime.prefill_inputs import Bucket
+from minivllm.runtime.prefill_runner import prefill_buckets
 from minivllm.runtime.resolve import (
     find_model,
     find_tokenizer,
@@ -44,7 +48,9 @@ from minivllm.runtime.resolve import (
 from minivllm.runtime.tokenizer import Tokenizer
 from minivllm.runtime.warmup import (
     counted_builds,
+    largest_prefill,
     measured_bytes,
+    prefills,
     run_largest_decode,
     run_largest_prefill,
     run_largest_sampling,
@@ -105,11 +111,16 @@ def build(options: EngineConfig) -> Built:
     limit = tokenizer.vocab_limit if tokenizer else config.vocab_size
     vocab_limit = min(limit, config.vocab_size)
     builder = _Builder(options, config, device, dtype, compiled, vocab_limit)
-    start = time.perf_counter()
-    builder.load_weights(folder)
-    seconds = {"weights": time.perf_counter() - start}
-    if compiled is not None:
-        seconds = compiled.seconds | seconds
+    seconds = {} if compiled is None else dict(compiled.seconds)
+    with builder.kernel_builds() as builds:
+        start = time.perf_counter()
+        builder.load_weights(folder)
+        seconds["weights"] = time.perf_counter() - start
+        if builds is not None:
+            start = time.perf_counter()
+            builds.wait()
+            what = f"{builds.count} kernels built in {builds.seconds:.1f} s, waited"
+            seconds[what] = time.perf_counter() - start
     runner, plan, needs = builder.runner(seconds)
     logger.info("start: %s", ", ".join(f"{part} {s:.1f} s" for part, s in seconds.items()))
     for line in (*plan.notes, *runner.warnings):
@@ -132,6 +143,7 @@ def _compile(
         state_dtype=resolve_state_dtype(options.runtime, config),
         block_size=BLOCK_SIZE,
         device=device,
+        cache_folder=cache_folder(options.compiler.cache_dir),
     )
     ran = {report.name for report in compiled.reports}
     missing = [p.name for p in PIPELINE if p.mandatory and p.name not in ran]
@@ -164,6 +176,22 @@ class _Builder:
         self.compiled = compiled
         self.weights: dict[str, torch.Tensor] = {}
         self.buffers = {n: c.to(device) for n, c in constants(config).items()}
+
+    def kernel_builds(self) -> AbstractContextManager[KernelBuilds | None]:
+        """The builds of all kernels, in threads, of what will run here and in later steps."""
+        runtime = self.options.runtime
+        model_len = runtime.max_model_len or self.config.max_position_embeddings
+        buckets = self._prefill_buckets()
+        largest = [runtime.max_num_batched_tokens, largest_bucket(buckets)]
+        sizes = StepSizes(
+            decode=bucket_sizes(runtime.max_num_seqs),
+            buckets=buckets,
+            prefills=[*prefills(model_len), *(largest_prefill(n, model_len) for n in largest)],
+            max_blocks=-(-model_len // BLOCK_SIZE),
+            vocab_limit=self.vocab_limit,
+        )
+        forced = self.options.compiler.implementations
+        return kernel_builds(self.compiled, self.device, self.dtype, sizes, forced)
 
     def load_weights(self, folder: Path | None) -> None:
         """The weights by the graphs' names, each read into its place; plain in reference mode."""
@@ -317,7 +345,7 @@ class _Builder:
             blocks,
             checked=False,  # its rows share a slot
         )
-        captured = max((b.tokens for b in self._prefill_buckets()), default=1)
+        captured = largest_bucket(self._prefill_buckets())
         runs: dict[str, Callable[[], object]] = {
             "prefill": lambda: run_largest_prefill(probe, tokens, model_len),
             "captured prefill": lambda: run_largest_prefill(probe, captured, model_len),
@@ -325,6 +353,11 @@ class _Builder:
             "sampling": lambda: run_largest_sampling(run_largest_decode(probe)),
         }
         return {name: measured_bytes(run, self.device) for name, run in runs.items()}
+
+
+def largest_bucket(buckets: Sequence[Bucket]) -> int:
+    """Tokens of the largest captured prefill; 1 if there is none."""
+    return max((bucket.tokens for bucket in buckets), default=1)
 
 
 def max_context_tokens(options: RuntimeOptions, max_model_len: int) -> int:

@@ -13,6 +13,7 @@ reads no state, and no key beyond its own length.
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,15 +25,16 @@ from torch import Tensor
 from minivllm.ops.paged_attention import BLOCK_SIZE
 from minivllm.runtime.model_runner import ModelRunner
 from minivllm.runtime.penalties import History, TokenCounts
-from minivllm.runtime.prefill_runner import Row
+from minivllm.runtime.prefill_inputs import Row
 from minivllm.runtime.sampler import sample
 from minivllm.runtime.sampling_batch import SamplingBatch
 from minivllm.runtime.sampling_params import MAX_LOGPROBS, SamplingParams
 
+Parts = tuple[tuple[int, int], ...]  # of sequences that a prefill takes: from where to where
+
 SLOT = 1  # that all rows of a prefill share
-# Parts of sequences, from where to where: one token, part of a chunk, exactly one chunk, more;
-# alone and several; with history and without.
-PREFILLS: tuple[tuple[tuple[int, int], ...], ...] = (
+# One token, part of a chunk, exactly one chunk, more; alone and several; with history and without.
+PREFILLS: tuple[Parts, ...] = (
     ((0, 1),),
     ((0, 16),),
     ((0, 64),),
@@ -53,20 +55,30 @@ class Builds:
 def warm_up(runner: ModelRunner) -> None:
     """Run short prefills of every kind, and a decode step of every batch size."""
     longest = runner.decoder.block_tables.shape[1]
-    for parts in PREFILLS:
-        rows = [_row(start, end, longest) for start, end in parts if end <= longest * BLOCK_SIZE]
-        if rows:
-            runner.prefill(rows)
+    for parts in prefills(longest * BLOCK_SIZE):
+        runner.prefill([_row(start, end, longest) for start, end in parts])
     for size in runner.decoder.buckets:
         runner.decode([_row(0, 1, longest, slot) for slot in range(1, size + 1)])
 
 
-def run_largest_prefill(runner: ModelRunner, tokens: int, model_len: int) -> None:
-    """A step with as many tokens as one may have, in as few sequences as they fit into."""
-    longest = runner.decoder.block_tables.shape[1]
+def prefills(model_len: int) -> list[Parts]:
+    """`PREFILLS` without the parts of sequences longer than any may be."""
+    fitting = [tuple(part for part in parts if part[1] <= model_len) for parts in PREFILLS]
+    return [parts for parts in fitting if parts]
+
+
+def largest_prefill(tokens: int, model_len: int) -> Parts:
+    """As many tokens as a step may have, in as few sequences as they fit into."""
     length = min(tokens, model_len)
     whole, rest = divmod(tokens, length)
-    runner.prefill([_row(0, n, longest) for n in [*[length] * whole, *([rest] if rest else [])]])
+    return ((0, length),) * whole + (((0, rest),) if rest else ())
+
+
+def run_largest_prefill(runner: ModelRunner, tokens: int, model_len: int) -> None:
+    """A step of `largest_prefill`."""
+    longest = runner.decoder.block_tables.shape[1]
+    parts = largest_prefill(tokens, model_len)
+    runner.prefill([_row(start, end, longest) for start, end in parts])
 
 
 def run_largest_decode(runner: ModelRunner) -> Tensor:
@@ -110,9 +122,11 @@ def counted_builds() -> Iterator[Builds]:
         yield builds
         return
     earlier = knobs.runtime.jit_post_compile_hook
+    lock = threading.Lock()
 
     def hook(*args: Any, **kwargs: Any) -> Any:
-        builds.count += 1
+        with lock:  # triton calls it in the thread that has built
+            builds.count += 1
         return earlier(*args, **kwargs) if earlier is not None else None
 
     knobs.runtime.jit_post_compile_hook = hook

@@ -21,7 +21,7 @@ from torch import Tensor
 
 triton = pytest.importorskip("triton")
 
-from triton.backends.compiler import GPUTarget  # noqa: E402
+from gpu_target import Target  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
@@ -30,7 +30,8 @@ from minivllm.ops import OPS  # noqa: E402
 from minivllm.ops.kernels import kernel  # noqa: E402
 from minivllm.ops.paged_attention import BLOCK_SIZE  # noqa: E402
 
-ELSEWHERE = ("paged_attention_prefill",)  # compiled by test_prefill_attention.py
+# these have tests of their own
+ELSEWHERE = ("paged_attention_prefill", "causal_conv1d_qkv_prefill_slots")
 TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 KERNELS = {
     name: implementation.call
@@ -68,22 +69,6 @@ class Compiled:
     stack: int
     local: int
     shared: int
-
-
-class Target:
-    """A driver that names an architecture and has no device."""
-
-    def __init__(self, capability: int) -> None:
-        self.capability = capability
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self.capability, 32)
-
-    def get_current_device(self) -> int:
-        return self.capability  # triton keeps what it has compiled by device
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
 
 
 @pytest.fixture
@@ -303,7 +288,7 @@ def test_keys_and_values_move_in_16_bytes(compiled: Any) -> None:
 
 
 def test_decode_attention_is_built_once(compiled: Any) -> None:
-    """Whatever the batch, the width of the block table and the number of splits."""
+    """Whatever the batch and the width of the block table; the combination for few splits too."""
     calls = [
         decode_attention((8, 2), 256, torch.bfloat16, sequences, width)
         for sequences in (1, 2, 16, 17, 256)
@@ -311,7 +296,8 @@ def test_decode_attention_is_built_once(compiled: Any) -> None:
     ]
     launch = KERNELS["paged_attention_decode"]
     found = compiled(90, ((launch, args) for args in calls))
-    assert {k.name for k in found} == {DECODE_ATTENTION, "_combine_kernel"} and len(found) == 2
+    counts = Counter(k.name for k in found)
+    assert counts == {DECODE_ATTENTION: 1, "_combine_kernel": 2}
 
 
 def linears(
