@@ -31,7 +31,7 @@ def test_the_decode_step_of_the_08b(capsys: pytest.CaptureFixture[str], tmp_path
     assert launches[-1] == 97 + 48 + 2 + 36 + 4 * 6 == 207
     sites = {name: cells[0] for name, cells in decode.items()}
     assert sites["fuse_norms"] == "79" and sites["inplace_state"] == "36"
-    assert sites["prefetch_states"] == "18"
+    assert sites["prefetch_states"] == "36"
     # weights once (1,504.8 MB), 18 states in and out (19.76 MB each way), 256 tokens of KV
     assert decode["prefetch_states"][2:] == decode["inplace_state"][2:], "it moves what it moved"
     megabytes = float(decode["prefetch_states"][4].replace(",", ""))

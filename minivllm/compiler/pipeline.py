@@ -15,6 +15,7 @@ from minivllm.compiler.passes.base import GraphPass
 from minivllm.compiler.passes.canonicalize import Canonicalize
 from minivllm.compiler.passes.decode_linears import DecodeLinears
 from minivllm.compiler.passes.fold_gate import FoldGate
+from minivllm.compiler.passes.fuse_conv_qk_norm import FuseConvQkNorm
 from minivllm.compiler.passes.fuse_linear_epilogues import FuseLinearEpilogues
 from minivllm.compiler.passes.fuse_linear_prologues import FuseLinearPrologues
 from minivllm.compiler.passes.fuse_norms import FuseNorms
@@ -47,6 +48,7 @@ PIPELINE: tuple[GraphPass, ...] = (
     LowerMixers(),  # mutation enters here: nothing after it may assume a functional graph
     LowerAttention(),  # after the mixers by habit only; the two do not touch each other's ops
     InplaceState(),  # needs the visible gathers and scatters
+    FuseConvQkNorm(),  # the ops that take slots: what they leave in a pool stays as it is
     PrefetchStates(),  # the ops that read their slots themselves
     KeepSnapshots(),  # as well: only ops that take slots can write to more than one
 )

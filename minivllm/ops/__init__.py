@@ -14,6 +14,7 @@ from minivllm.ops.causal_conv1d import (
 from minivllm.ops.causal_conv1d_slots import (
     CAUSAL_CONV1D_DECODE_SLOTS,
     CAUSAL_CONV1D_PREFILL_SLOTS,
+    CAUSAL_CONV1D_QKV_PREFILL_SLOTS,
 )
 from minivllm.ops.decode_step import DECODE_INPUTS, GREEDY_TOKENS
 from minivllm.ops.fused_gated_delta_rule import (
@@ -70,6 +71,7 @@ OPS: dict[str, Op] = {
         FUSED_GATED_DELTA_RULE_PREFILL,
         FUSED_GATED_DELTA_RULE_DECODE,
         CAUSAL_CONV1D_PREFILL_SLOTS,
+        CAUSAL_CONV1D_QKV_PREFILL_SLOTS,
         CAUSAL_CONV1D_DECODE_SLOTS,
         FUSED_GATED_DELTA_RULE_PREFILL_SLOTS,
         FUSED_GATED_DELTA_RULE_DECODE_SLOTS,

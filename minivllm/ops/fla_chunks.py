@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from minivllm.ops.fla import CHUNK_SIZE, SOLVE_BLOCK
+from minivllm.ops.fla import CHUNK_SIZE, SOLVE_BLOCK, prepare
 from minivllm.ops.kernels import kernel
 
 COLUMNS = 64  # of keys and values at a time in `write`, as FLA calls it
@@ -97,6 +97,7 @@ def stages_for(key_dim: int, value_dim: int) -> Stages:
 @functools.cache
 def stages() -> Stages:
     """The kernels of the installed FLA (0.6) with its tuner, imported on first use."""
+    prepare()
     from fla.ops.common.chunk_o import chunk_fwd_kernel_o
     from fla.ops.gated_delta_rule.chunk_fwd import chunk_gated_delta_rule_fwd_kkt_solve_kernel
     from fla.ops.gated_delta_rule.wy_fast import recompute_w_u_fwd_kernel
@@ -122,6 +123,7 @@ def delta_rule_by_chunks(
     cu_seqlens: Tensor,
     chunk_indices: Tensor,
     chunk_slots: Tensor | None = None,
+    normalized: bool = False,
 ) -> Tensor:
     """Packed sequences from raw projections; beta is not rounded to its dtype.
 
@@ -131,6 +133,7 @@ def delta_rule_by_chunks(
         slots: `[N]` int64; num_computed_tokens: `[N]` int32; 0: the slot's content is not read.
         cu_seqlens: `[N + 1]`, int32; chunk_indices: `[C, 2]`, int32, as the module says.
         chunk_slots: `[C]` int32: the pool's entry that keeps the state behind a chunk; 0: none.
+        normalized: each row of q and k is of length 1 already.
 
     Returns:
         o `[T, HV, V]` in v's dtype.
@@ -139,7 +142,7 @@ def delta_rule_by_chunks(
     chunks = chunk_indices.shape[0]
     indices = {"cu_seqlens": cu_seqlens.contiguous(), "chunk_indices": chunk_indices.contiguous()}
     sizes = {"T": tokens, "H": key_heads, "HV": heads, "K": key_dim, "BT": CHUNK_SIZE}
-    x = fla_inputs(q, k, v, a, b, A_log, dt_bias, *indices.values())
+    x = fla_inputs(q, k, v, a, b, A_log, dt_bias, *indices.values(), normalized)
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=v.dtype, device=v.device)

@@ -31,17 +31,31 @@ from minivllm.ops.op import HALF_DTYPES, Implementation, define_op
 L2_EPS = 1e-6
 
 
-def _unit(x: Tensor) -> Tensor:
+def unit(x: Tensor) -> Tensor:
+    """Each row over its length, rounded to its dtype."""
     x32 = x.float()
     return (x32 * torch.rsqrt(x32.pow(2).sum(-1, keepdim=True) + L2_EPS)).to(x.dtype)
 
 
 def unfolded(
-    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    normalized: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What `gated_delta_rule` takes: q and k normalised, v, the log decay g, beta."""
+    """What `gated_delta_rule` takes: q and k normalised, v, the log decay g, beta.
+
+    Args:
+        normalized: q and k are so already.
+    """
     g = -A_log.float().exp() * F.softplus(a.float() + dt_bias)
-    return _unit(q), _unit(k), v, g, b.sigmoid()
+    if not normalized:
+        q, k = unit(q), unit(k)
+    return q, k, v, g, b.sigmoid()
 
 
 def define_sequence(

@@ -17,17 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minivllm.ops import fla
+from minivllm.ops import fla, gated_delta_rule
 from minivllm.ops.examples import pool, scattered_slots
 from minivllm.ops.fla_chunks import delta_rule_by_chunks
 from minivllm.ops.fused_gated_delta_rule import (
-    FUSED_GATED_DELTA_RULE_PREFILL,
     PREFILL_TOLERANCE,
     TOLERANCE,
     define_decode,
-    define_varlen,
     example_rows,
     example_states,
+    unfolded,
+    unit,
 )
 from minivllm.ops.kernels import kernel
 from minivllm.ops.op import HALF_DTYPES, Implementation, define_op
@@ -92,6 +92,7 @@ def define_prefill_slots(
     cu_seqlens: Tensor,
     chunk_indices: Tensor,
     chunk_slots: Tensor | None = None,
+    normalized: bool = False,
 ) -> Tensor:
     """Packed sequences.
 
@@ -103,6 +104,7 @@ def define_prefill_slots(
         cu_seqlens: `[N + 1]`, int32; chunk_indices: `[chunks, 2]`, int32.
         chunk_slots: `[chunks]`, int32: an entry of the pool that also gets the state behind a
             chunk, all different and none of `slots`; 0: none.
+        normalized: each row of q and k is of length 1 already, and is taken as it is.
 
     Returns:
         o `[T, HV, V]` in v's dtype.
@@ -112,7 +114,8 @@ def define_prefill_slots(
         places: Tensor, initial: Tensor, cu_seqlens: Tensor, chunk_indices: Tensor
     ) -> tuple[Tensor, Tensor]:
         raw = (q[places], k[places], v[places], a[places], b[places], A_log, dt_bias)
-        return define_varlen(*raw, initial, cu_seqlens, chunk_indices)
+        rows = unfolded(*raw, normalized)
+        return gated_delta_rule.define_varlen(*rows, initial, cu_seqlens, chunk_indices)
 
     return by_segments(
         run, state, slots, num_computed_tokens, cu_seqlens, chunk_indices, chunk_slots
@@ -133,12 +136,14 @@ def _prefill_slots(
     cu_seqlens: Tensor,
     chunk_indices: Tensor,
     chunk_slots: Tensor | None = None,
+    normalized: bool = False,
 ) -> Tensor:
     """`define_prefill_slots` by chunks."""
 
     def run(places: Tensor, *initial: Tensor) -> tuple[Tensor, Tensor]:
-        rows = (x[places] for x in (q, k, v, a, b))
-        o, final = FUSED_GATED_DELTA_RULE_PREFILL.overload(*rows, A_log, dt_bias, *initial)
+        raw = (q[places], k[places], v[places], a[places], b[places], A_log, dt_bias)
+        rows = unfolded(*raw, normalized)
+        o, final = gated_delta_rule.GATED_DELTA_RULE_PREFILL.overload(*rows, *initial)
         return o, final
 
     return by_segments(
@@ -160,6 +165,7 @@ def _prefill_slots_fake(
     cu_seqlens: Tensor,
     chunk_indices: Tensor,
     chunk_slots: Tensor | None = None,
+    normalized: bool = False,
 ) -> Tensor:
     return v.new_empty(v.shape)
 
@@ -182,14 +188,16 @@ def _prefill_slots_examples(
     generator: torch.Generator, dtype: torch.dtype
 ) -> list[tuple[Any, ...]]:
     examples = []
-    for lengths, computed, state_dtype, kept in (
-        ((1,), (0,), torch.float32, None),
-        ((64, 3), (64, 0), dtype, None),
-        ((5, 0, 129, 1), (0, 7, 64, 3), torch.float32, None),
-        ((65,), (64,), torch.float32, (1, 0)),
-        ((5, 0, 192, 64), (0, 7, 64, 0), dtype, (1, 2, 0, 3, 4)),
+    for lengths, computed, state_dtype, kept, normalized in (
+        ((1,), (0,), torch.float32, None, False),
+        ((64, 3), (64, 0), dtype, None, True),
+        ((5, 0, 129, 1), (0, 7, 64, 3), torch.float32, None, False),
+        ((65,), (64,), torch.float32, (1, 0), True),
+        ((5, 0, 192, 64), (0, 7, 64, 0), dtype, (1, 2, 0, 3, 4), False),
     ):
-        rows = example_rows(generator, dtype, sum(lengths), 2)
+        q, k, *rows = example_rows(generator, dtype, sum(lengths), 2)
+        if normalized:
+            q, k = unit(q), unit(k)
         places = scattered_slots(generator, len(lengths) + (max(kept) if kept else 0), SLOTS)
         slots, entries = places[: len(lengths)], torch.cat([torch.zeros(1), places[len(lengths) :]])
         states = example_states(generator, len(lengths)).to(state_dtype)
@@ -197,8 +205,8 @@ def _prefill_slots_examples(
         states[num_computed_tokens == 0] = torch.nan  # a recycled slot
         chunk_slots = None if kept is None else entries.int()[list(kept)]
         examples.append(
-            (*rows, pool(states, slots, SLOTS), slots, num_computed_tokens,
-             *fla.chunk_metadata(lengths), chunk_slots)
+            (q, k, *rows, pool(states, slots, SLOTS), slots, num_computed_tokens,
+             *fla.chunk_metadata(lengths), chunk_slots, normalized)
         )  # fmt: skip
     return examples
 
@@ -227,7 +235,8 @@ FUSED_GATED_DELTA_RULE_DECODE_SLOTS = define_op(
 
 FUSED_GATED_DELTA_RULE_PREFILL_SLOTS = define_op(
     f"fused_gated_delta_rule_prefill_slots({_ARGUMENTS}, Tensor num_computed_tokens, "
-    "Tensor cu_seqlens, Tensor chunk_indices, Tensor? chunk_slots=None) -> Tensor",
+    "Tensor cu_seqlens, Tensor chunk_indices, Tensor? chunk_slots=None, "
+    "bool normalized=False) -> Tensor",
     definition=define_prefill_slots,
     fake=_prefill_slots_fake,
     implementations=(

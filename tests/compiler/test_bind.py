@@ -33,7 +33,7 @@ OPS_OF = {
         "rms_norm",
         *LINEARS[phase],
         "qk_norm_rope",
-        f"causal_conv1d_{phase}_slots",
+        "causal_conv1d_qkv_prefill_slots" if phase == "prefill" else "causal_conv1d_decode_slots",
         f"fused_gated_delta_rule_{phase}_slots",
         "paged_kv_write",
         f"paged_attention_{phase}",

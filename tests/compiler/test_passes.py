@@ -80,7 +80,8 @@ def test_expected_sites_follow_the_config() -> None:
         "lower_mixers": 6,
         "lower_attention": 2,
         "inplace_state": 6,
-        "prefetch_states": 3,
+        "fuse_conv_qk_norm": 3,
+        "prefetch_states": 6,
         "keep_snapshots": 6,
     }
     for graph_pass in PIPELINE:

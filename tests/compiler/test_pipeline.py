@@ -40,11 +40,11 @@ FUSIONS = [
     "fuse_output_gate",
 ]
 FEW_ROWS = ["fuse_linear_epilogues", "fuse_linear_prologues", "decode_linears"]
-STATES = ["inplace_state", "prefetch_states", "keep_snapshots"]
+STATES = ["inplace_state", "fuse_conv_qk_norm", "prefetch_states", "keep_snapshots"]
 OPTIONAL = [*FUSIONS, *FEW_ROWS, *STATES]
 ORDER = ["canonicalize", *FUSIONS, "select_logits", *FEW_ROWS, *LOWERING[1:], *STATES]
 ONLY_IN = {
-    "prefill": ["select_logits", "keep_snapshots"],
+    "prefill": ["select_logits", "fuse_conv_qk_norm", "keep_snapshots"],
     "decode": [*FEW_ROWS, "prefetch_states"],
 }
 
@@ -85,6 +85,7 @@ def test_a_pass_stands_behind_those_it_builds_on() -> None:
             "fuse_linear_epilogues",
         ),
         "inplace_state": ("fold_gate",),
+        "fuse_conv_qk_norm": ("fold_gate", "inplace_state"),
         "prefetch_states": ("fold_gate", "inplace_state"),
         "keep_snapshots": ("fold_gate", "inplace_state"),
     }

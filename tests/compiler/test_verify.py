@@ -331,7 +331,7 @@ def always_started(op: str) -> Rewrite:
     return rewrite
 
 
-MIXERS = ("causal_conv1d", "fused_gated_delta_rule")
+MIXERS = ("causal_conv1d_qkv", "fused_gated_delta_rule")
 COMPILED = [
     ("decode", literal("rms_norm", 3, 0.0)),
     ("decode", literal("rms_norm", 2, 0.1)),

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import triton
-from test_ops import assert_near
+from test_ops import assert_near, listed
 from torch import Tensor
 
 from minivllm.ops import OPS
@@ -66,6 +66,24 @@ def test_inputs(lengths: tuple[int, ...], surplus: int, key_heads: int) -> None:
         assert (inverse[above] == 0).all() and inverse[~above].isnan().all()
 
 
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_what_is_normalized_stays_where_it_is(lengths: tuple[int, ...]) -> None:
+    """q, k and v are handed on, or made contiguous; all else is as it is without."""
+    tokens, seqs = sum(lengths) + 70, len(lengths) + 2
+    rows = example_rows(torch.Generator().manual_seed(0), torch.float32, tokens, 2)
+    metadata = padded_chunk_metadata(lengths, tokens, seqs, max_chunks(tokens, seqs) + 2)
+    launch = kernel("fla_inputs", "fla_inputs")
+    own = tuple(t.contiguous() for t in rows[:3])
+    expected = launch(*rows, *metadata)
+    for given in (rows[:3], own):
+        x = launch(*given, *rows[3:], *metadata, True)
+        for actual, t in zip(x[:3], given, strict=True):
+            assert torch.equal(actual, t) and actual.is_contiguous()
+            assert (actual.data_ptr() == t.data_ptr()) == (given is own)
+        for actual, wanted in zip(x[3:], expected[3:], strict=True):
+            torch.testing.assert_close(actual, wanted, rtol=0, atol=0, equal_nan=True)
+
+
 def test_half_precision_rounds_once() -> None:
     rows = example_rows(torch.Generator().manual_seed(0), torch.float16, 67, 2)
     x = kernel("fla_inputs", "fla_inputs")(*rows, *padded_chunk_metadata((67,), 67, 1, 2))
@@ -103,10 +121,11 @@ def test_states(
         assert_near(actual.nan_to_num(), wanted.float().nan_to_num(), 1e-6)
 
 
+@pytest.mark.parametrize("heads", [(), (2, 6, 4)])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-def test_convolution_over_padded_indices(lengths: tuple[int, ...]) -> None:
+def test_convolution_over_padded_indices(lengths: tuple[int, ...], heads: tuple[int, ...]) -> None:
     """Surplus chunks write nothing; padding's tokens are rows like any other, of slot 0."""
-    op = OPS["causal_conv1d_prefill_slots"]
+    op = OPS["causal_conv1d_qkv_prefill_slots" if heads else "causal_conv1d_prefill_slots"]
     triton_call = next(i.call for i in op.implementations if i.name == "triton")
     generator = torch.Generator().manual_seed(0)
     tokens, seqs, channels = sum(lengths) + 67, len(lengths) + 2, 40
@@ -116,7 +135,9 @@ def test_convolution_over_padded_indices(lengths: tuple[int, ...]) -> None:
     computed = F.pad(torch.arange(len(lengths), dtype=torch.int32), (0, 2))
     metadata = padded_chunk_metadata(lengths, tokens, seqs, max_chunks(tokens, seqs) + 2)
     expected_state = state.clone()
-    y = triton_call(x, weight, state, slots, computed, *metadata)
-    expected = op.definition(x, weight, expected_state, slots, computed, *metadata)
-    assert_near(y, expected, op.tolerance[torch.float32])
+    actual = listed(triton_call(x, weight, state, slots, computed, *metadata, *heads))
+    expected = op.definition(x, weight, expected_state, slots, computed, *metadata, *heads)
+    for y, wanted in zip(actual, listed(expected), strict=True):
+        assert y.isfinite().all()
+        assert_near(y, wanted, op.tolerance[torch.float32])
     assert_near(state[1:], expected_state[1:], op.tolerance[torch.float32])

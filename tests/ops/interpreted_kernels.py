@@ -45,6 +45,11 @@ KERNELS = {
 }
 LINEARS = tuple(name for name in OPS if "linear" in name)
 STEP = ("decode_inputs", "greedy_tokens")  # around the decode graph
+# of a prefill, with what they take of the heads: 40 channels, in all
+CONVOLUTIONS: dict[str, tuple[int, ...]] = {
+    "causal_conv1d_prefill_slots": (),
+    "causal_conv1d_qkv_prefill_slots": (2, 6, 4),
+}
 TRUNCATION = 3
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -94,6 +99,7 @@ def test_every_kernel_is_here() -> None:
         "sigmoid_mul",
         "qk_norm_rope",
         "causal_conv1d_prefill_slots",
+        "causal_conv1d_qkv_prefill_slots",
         "causal_conv1d_decode_slots",
         "fused_gated_delta_rule_decode_slots",
         "paged_kv_write",
@@ -136,18 +142,18 @@ def assert_shapes(sets: Iterable[tuple[str, list[tuple[Any, ...]]]], names: Iter
 def test_the_shapes_of_a_model(model: str, tokens: int) -> None:
     torch.manual_seed(0)
     config = model_config(model)
-    prefill = "causal_conv1d_prefill_slots"
+    prefill = {"causal_conv1d_prefill_slots", "causal_conv1d_qkv_prefill_slots"}
     shapes = Shapes(config, torch.bfloat16, "cpu")
     # thousands of programs a product at real sizes: bench/linear.py checks them, on a GPU
     left_out = {
-        prefill,
+        *prefill,
         "paged_attention_prefill",
         *STEP,
         *(LINEARS if model == "miniqwen08b" else ()),
     }
     decode = (s for s in shapes.decode(tokens) if s[0] not in left_out)
     assert_shapes(decode, KERNELS.keys() - left_out)
-    assert_shapes(shapes.stateful("prefill", 1, 65, 1), {prefill})
+    assert_shapes(shapes.stateful("prefill", 1, 65, 1), prefill)
 
 
 def test_states_in_bfloat16() -> None:
@@ -261,9 +267,10 @@ def assert_as_defined(name: str, args: tuple[Any, ...], rows: slice = slice(None
     """A kernel's results, of `rows`, and every slot that they name but slot 0."""
     op = OPS[name]
     exact = test_ops.clones(args)
-    actual = KERNELS[name].call(*args)
-    expected = op.definition(*exact)
-    test_ops.assert_near(actual[rows], expected[rows], op.tolerance[torch.float32])
+    actual = test_ops.listed(KERNELS[name].call(*args))
+    expected = test_ops.listed(op.definition(*exact))
+    for a, e in zip(actual, expected, strict=True):
+        test_ops.assert_near(a[rows], e[rows], op.tolerance[torch.float32])
     for a, e in zip(test_ops.written(op, args), test_ops.written(op, exact), strict=True):
         test_ops.assert_near(a[1:], e[1:], op.tolerance[torch.float32])
 
@@ -288,24 +295,57 @@ def test_padding_rows_share_a_slot_of_nan(name: str) -> None:
     assert KERNELS[name].call(*args).isfinite().all()
 
 
-def test_padding_sequences_of_a_prefill_share_a_slot() -> None:
-    name = "causal_conv1d_prefill_slots"
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_padding_sequences_of_a_prefill_share_a_slot(name: str) -> None:
     args = list(example(name))
     lengths = (5, 3, 66, 4)
     args[0] = torch.randn(sum(lengths), args[0].shape[1])
     args[3][[1, 3]] = 0
     args[4][[1, 3]] = 0
-    args[5:] = chunk_metadata(lengths)
-    assert_as_defined(name, tuple(args))
+    args[5:7] = chunk_metadata(lengths)
+    assert_as_defined(name, tuple(args[:-1]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [(1, 8, 8, 1), (2, 24, 12, 4), (3, 128, 40, 3), (17, 16, 16, 34)])
+def test_a_convolution_of_q_k_v_is_that_of_all_then_their_lengths(
+    heads: tuple[int, int, int, int], dtype: str
+) -> None:
+    """v and the states to the bit; q and k but for the order of a sum, from the rounded output."""
+    *given, value_heads = heads
+    key_heads, key_dim, value_dim = given
+    channels, lengths = 2 * key_heads * key_dim + value_dim * value_heads, (66, 0, 5)
+    torch.manual_seed(0)
+    x, weight = torch.randn(71, channels), torch.randn(channels, 4)
+    pool = torch.randn(5, channels, 4)
+    x, weight, pool = (t.to(DTYPES[dtype]) for t in (x, weight, pool))
+    computed = torch.tensor([64, 3, 0], dtype=torch.int32)
+    places = torch.tensor([2, 4, 1]), computed, *chunk_metadata(lengths)
+    states = pool.clone(), pool.clone()
+    y = KERNELS["causal_conv1d_prefill_slots"].call(x, weight, states[0], *places)
+    q, k, v = KERNELS["causal_conv1d_qkv_prefill_slots"].call(x, weight, states[1], *places, *given)
+    keys = key_heads * key_dim
+    assert torch.equal(v.flatten(1), y[:, 2 * keys :]) and torch.equal(*states)
+    eps = TRUNCATION * torch.finfo(DTYPES[dtype]).eps
+    for unit, raw in ((q, y[:, :keys]), (k, y[:, keys : 2 * keys])):
+        rows = raw.float().unflatten(1, (key_heads, key_dim))
+        expected = rows * (rows.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+        torch.testing.assert_close(unit.float(), expected, rtol=eps, atol=eps**2)
 
 
 @pytest.mark.parametrize("backwards", [False, True])
 @pytest.mark.parametrize("computed", [0, 5])
 @pytest.mark.parametrize("length", [1, 3, 4, 16, 63, 64, 65, 67, 129, 192])
-def test_states_behind_chunks(length: int, computed: int, backwards: bool) -> None:
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_states_behind_chunks(name: str, length: int, computed: int, backwards: bool) -> None:
     """What a sequence that is cut there would leave, and all else as without them."""
-    name = "causal_conv1d_prefill_slots"
-    call = KERNELS[name].call
+    kernel_call, heads = KERNELS[name].call, CONVOLUTIONS[name]
+
+    def call(*args: Tensor) -> Tensor:
+        """The outputs side by side."""
+        outputs = test_ops.listed(kernel_call(*args[:7], *heads, *args[7:]))
+        return torch.cat([y.flatten(1) for y in outputs], dim=1)
+
     torch.manual_seed(0)
     x, weight = torch.randn(length + 2, 40), torch.randn(40, 4)
     pool = torch.randn(9, 40, 4)
@@ -393,7 +433,7 @@ def far(tmp_path: Path) -> Iterator[Any]:
     "name",
     [
         "causal_conv1d_decode_slots",
-        "causal_conv1d_prefill_slots",
+        *CONVOLUTIONS,
         "fused_gated_delta_rule_decode_slots",
     ],
 )
@@ -406,11 +446,13 @@ def test_far_slots(name: str, far: Any) -> None:
     pool, shift = far(FAR + 1, *near.shape[1:]), FAR + 1 - near.shape[0]
     pool[slots + shift] = near[slots]
     args[at : at + 2] = pool, slots + shift
-    if name == "causal_conv1d_prefill_slots":
+    if name in CONVOLUTIONS:
         kept = args[-1][args[-1] > 0].long()
         args[-1] = torch.where(args[-1] > 0, args[-1] + shift, 0).int()
         slots = torch.cat([slots, kept])
-    assert torch.equal(KERNELS[name].call(*args), expected)
+    actual = test_ops.listed(KERNELS[name].call(*args))
+    for a, e in zip(actual, test_ops.listed(expected), strict=True):
+        assert torch.equal(a, e)
     assert torch.equal(pool[slots + shift], expected_args[at][slots])
 
 

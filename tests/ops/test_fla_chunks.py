@@ -37,7 +37,11 @@ GPU = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
     pytest.mark.skipif(not is_importable("fla"), reason="needs flash-linear-attention"),
 ]
-SLOT_OPS = ("causal_conv1d_prefill_slots", "fused_gated_delta_rule_prefill_slots")
+SLOT_OPS = (
+    "causal_conv1d_prefill_slots",
+    "fused_gated_delta_rule_prefill_slots",
+    "causal_conv1d_qkv_prefill_slots",
+)
 TOKENS, SEQS = 320, 5  # of the bucket
 BATCHES: list[tuple[int, ...]] = [
     (320,),  # fills it
@@ -124,24 +128,26 @@ class Bucket:
         self.device = device
         self.conv, self.recurrent = self.shapes.pools(SEQS + 2)
         c = self.shapes.config
+        self.heads = c.linear_num_key_heads, c.linear_key_head_dim, c.linear_value_head_dim
         self.weight = self.shapes.random(c.conv_dim, c.linear_conv_kernel_dim)
         *_, self.A_log, self.dt_bias = self.shapes.recurrent_rows(1)
 
     def rows(self, name: str, tokens: int) -> tuple[Tensor, ...]:
         """What an op takes of each token."""
-        if name == SLOT_OPS[0]:
+        if name != SLOT_OPS[1]:
             return (self.shapes.mixer_row(tokens)[0],)
         return self.shapes.recurrent_rows(tokens)[:5]
 
     def arguments(
         self, name: str, rows: Sequence[Tensor], state: Tensor, places: Sequence[Tensor]
     ) -> tuple[Any, ...]:
-        if name == SLOT_OPS[0]:
-            return (*rows, self.weight, state, *places)
+        if name != SLOT_OPS[1]:
+            heads = self.heads if name == SLOT_OPS[2] else ()
+            return (*rows, self.weight, state, *places, *heads)
         return (*rows, self.A_log, self.dt_bias, state, *places)
 
     def pool(self, name: str) -> Tensor:
-        return (self.conv if name == SLOT_OPS[0] else self.recurrent).clone()
+        return (self.recurrent if name == SLOT_OPS[1] else self.conv).clone()
 
     def places(self, lengths: Sequence[int], whole: bool) -> list[Tensor]:
         """slots, num_computed_tokens, cu_seqlens, chunk_indices; padded if `whole`."""
@@ -168,11 +174,12 @@ def test_padding_changes_nothing(name: str, lengths: tuple[int, ...]) -> None:
     exact = bucket.arguments(
         name, [x[:total] for x in rows], exact_state, bucket.places(lengths, whole=False)
     )
-    expected = op(*exact)
+    expected = test_ops.listed(op(*exact))
     state[0] = torch.nan
-    o = op(*bucket.arguments(name, rows, state, bucket.places(lengths, whole=True)))
-    # torch's vectorised sigmoid and exp round by where an element lies
-    test_ops.assert_near(o[:total], expected, 1e-6)
+    whole = bucket.arguments(name, rows, state, bucket.places(lengths, whole=True))
+    for o, e in zip(test_ops.listed(op(*whole)), expected, strict=True):
+        # torch's vectorised sigmoid and exp round by where an element lies
+        test_ops.assert_near(o[:total], e, 1e-6)
     test_ops.assert_near(state[1:], exact_state[1:], 1e-6)
 
 
@@ -262,7 +269,7 @@ def test_replays_are_exact_calls(name: str, poisoned: None) -> None:
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        o = call(*arguments)
+        outputs = test_ops.listed(call(*arguments))
     for lengths in (*BATCHES, *reversed(BATCHES)):
         total = sum(lengths)
         fresh = bucket.rows(name, TOKENS)
@@ -276,11 +283,12 @@ def test_replays_are_exact_calls(name: str, poisoned: None) -> None:
         exact = bucket.arguments(
             name, [x[:total] for x in fresh], exact_state, bucket.places(lengths, whole=False)
         )
-        expected = call(*exact)
+        expected = test_ops.listed(call(*exact))
         graph.replay()
-        assert expected.isfinite().all()
-        assert torch.equal(o[:total], expected), lengths
-        assert o.isfinite().all(), "padding starts from zeros, and writes its rows"
+        for o, e in zip(outputs, expected, strict=True):
+            assert e.isfinite().all()
+            assert torch.equal(o[:total], e), lengths
+            assert o.isfinite().all(), "padding starts from zeros, and writes its rows"
         assert torch.equal(state[1:], exact_state[1:]), lengths
 
 

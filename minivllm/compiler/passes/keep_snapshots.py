@@ -5,9 +5,10 @@
                                        v
     %y = causal_conv1d_prefill_slots(..., %cu_seqlens, %chunk_indices, %chunk_slots)
 
-and the same for the delta rule. The prefix cache wants the state at several places of a prompt,
-behind its last whole block at least. Without this pass a prompt is run in as many parts, each a
-pass over all weights that gives up most of the GPU; with it, in one.
+and the same for the convolution that leaves q, k and v apart, and for the delta rule. The prefix
+cache wants the state at several places of a prompt, behind its last whole block at least. Without
+this pass a prompt is run in as many parts, each a pass over all weights that gives up most of the
+GPU; with it, in one.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from minivllm.ops import OPS
 
 KINDS = {
     OPS["causal_conv1d_prefill_slots"].overload: "conv",
+    OPS["causal_conv1d_qkv_prefill_slots"].overload: "conv",
     OPS["fused_gated_delta_rule_prefill_slots"].overload: "recurrent",
 }
 
@@ -34,7 +36,7 @@ class KeepSnapshots(GraphPass):
 
     def expected(self, phase: str, context: PassContext) -> list[str]:
         layers = [f"layers.{i}" for i in context.config.linear_layers]
-        return [f"{layer}.{kind}" for layer in layers for kind in KINDS.values()]
+        return [f"{layer}.{kind}" for layer in layers for kind in ("conv", "recurrent")]
 
     def run(self, graph: Graph, context: PassContext) -> list[str]:
         context.misses.looked_for(*KINDS)
@@ -46,8 +48,11 @@ class KeepSnapshots(GraphPass):
             return []
         sites = []
         for op, kind in KINDS.items():
+            at = [argument.name for argument in op._schema.arguments].index("chunk_slots")
             for node in graph.nodes(op):
-                kept = graph.call(op, *node.args, graph.input("chunk_slots"), like=node)
+                chunk_slots = graph.input("chunk_slots")
+                arguments = [*node.args[:at], chunk_slots, *node.args[at + 1 :]]
+                kept = graph.call(op, *arguments, like=node)
                 graph.replace(node, kept)
                 sites.append(f"{layer_of(kept)}.{kind}")
         return sites

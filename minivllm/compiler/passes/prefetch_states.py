@@ -5,11 +5,12 @@
                                        v
     %o = fused_gated_delta_rule_decode_slots(..., %state.layers.0.recurrent, %state_slots, True)
 
-The states are most of what the op moves, and only the op itself writes them: what it reads was
-there before the step began. With programmatic dependent launch its programs can ask for them
-before they wait for q, k and v. That is a promise of the graph, which an op alone cannot make, so
-the pass checks it: no other node touches the state, and one before it is a kernel that waits for
-everything earlier (the embedding, like all of torch's, knows no dependent launch).
+and the same of the convolution. The states are most of what these ops move, and only the op itself
+writes them: what it reads was there before the step began. With programmatic dependent launch its
+programs can ask for them before they wait for the new token. That is a promise of the graph, which
+an op alone cannot make, so the pass checks it: no other node touches the state, and one before it
+is a kernel that waits for everything earlier (the embedding, like all of torch's, knows no
+dependent launch).
 """
 
 from __future__ import annotations
@@ -17,15 +18,16 @@ from __future__ import annotations
 import torch
 
 from minivllm.compiler.graph import Graph
-from minivllm.compiler.passes.base import GraphPass, PassContext, layer_of
+from minivllm.compiler.passes.base import GraphPass, PassContext
 from minivllm.ops import OPS
 
-OP = OPS["fused_gated_delta_rule_decode_slots"].overload
+CONV = OPS["causal_conv1d_decode_slots"].overload
+RULE = OPS["fused_gated_delta_rule_decode_slots"].overload
 BARRIER = torch.ops.aten.embedding.default
 
 
 class PrefetchStates(GraphPass):
-    """Let the delta rule read its state early."""
+    """Let convolution and delta rule read their states early."""
 
     name = "prefetch_states"
     phases = ("decode",)
@@ -33,22 +35,25 @@ class PrefetchStates(GraphPass):
     mutates = True
 
     def expected(self, phase: str, context: PassContext) -> list[str]:
-        return [f"layers.{i}" for i in context.config.linear_layers]
+        layers = [f"layers.{i}" for i in context.config.linear_layers]
+        return [f"{layer}.{kind}" for layer in layers for kind in ("conv", "recurrent")]
 
     def run(self, graph: Graph, context: PassContext) -> list[str]:
-        context.misses.looked_for(OP)
+        context.misses.looked_for(CONV, RULE)
         sites = []
         behind_barrier = False
         for node in graph.nodes():
             behind_barrier |= node.target is BARRIER
-            if node.target is not OP:
+            if node.target not in (CONV, RULE):
                 continue
             (state,) = (n for n in node.all_input_nodes if n.target in graph.states)
+            site = str(state.target).removeprefix("state.")
             if not behind_barrier or set(state.users) != {node}:
                 reason = "the state may be written by a kernel that still runs"
-                context.misses.add(graph, node, "the only reader and writer", reason=reason)
+                wanted = "the only reader and writer"
+                context.misses.add(graph, node, wanted, reason=reason, site=site)
                 continue
-            early = graph.call(OP, *node.args, True, like=node)
+            early = graph.call(node.target, *node.args, True, like=node)
             graph.replace(node, early)
-            sites.append(layer_of(early))
+            sites.append(site)
         return sites

@@ -2,9 +2,10 @@
 
 A program has one chunk of one value head. One launch stands for some fifteen: copies of the column
 slices q, k, v, a and b, two L2 norms, the sigmoid, the gate with its running sum, a fill with
-zeros, and the arithmetic that finds where each sequence's chunks start.
+zeros, and the arithmetic that finds where each sequence's chunks start. What the convolution leaves
+as FLA takes it (`normalized`) is not touched: 94 MB less for 3,840 tokens of the 0.8B shape.
 
-    inputs = fla_inputs(q, k, v, a, b, A_log, dt_bias, cu_seqlens, chunk_indices)
+    inputs = fla_inputs(q, k, v, a, b, A_log, dt_bias, cu_seqlens, chunk_indices, normalized)
 
 Shapes: T tokens, N sequences, HK key heads, HV value heads, K and V head dims.
 """
@@ -25,6 +26,7 @@ from minivllm.ops.kernels.numerics import rows_of, sigmoid, softplus
 
 LOG2_E = math.log2(math.e)
 NUM_WARPS = 8  # 64 rows of 128 columns: 32 elements a thread, 16 bytes a load
+GATE_WARPS = 4  # without rows to copy
 
 
 class FlaInputs(NamedTuple):
@@ -51,11 +53,15 @@ class FlaInputs(NamedTuple):
 
 
 @triton.jit
+def unit_rows(x):
+    """Rows of x over their length, `x / sqrt(sum(x^2) + 1e-6)`, in float32."""
+    return x * tl.rsqrt(tl.sum(x * x, axis=1) + 1e-6)[:, None]
+
+
+@triton.jit
 def _copy_unit(x, y, mask):
-    """Rows of x over their length, `x / sqrt(sum(x^2) + 1e-6)`."""
-    values = tl.load(x, mask=mask, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(values * values, axis=1) + 1e-6)
-    tl.store(y, (values * scale[:, None]).to(y.dtype.element_ty), mask=mask)
+    rows = unit_rows(tl.load(x, mask=mask, other=0.0).to(tl.float32))
+    tl.store(y, rows.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -93,6 +99,7 @@ def _inputs_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     LOG2_E: tl.constexpr,
+    NORMALIZED: tl.constexpr,
 ):
     row = tl.program_id(0)
     head = tl.program_id(1)
@@ -108,20 +115,22 @@ def _inputs_kernel(
     token = start + chunk * CHUNK + i
 
     place = token * HEADS + head
-    value_column = tl.arange(0, BLOCK_V)
-    mask_v = exists[:, None] & (value_column < V)[None, :]
-    x = tl.load(v + token[:, None] * v_token + head * v_head + value_column[None, :], mask=mask_v)
-    tl.store(values + place[:, None] * V + value_column[None, :], x, mask=mask_v)
+    if not NORMALIZED:
+        value_column = tl.arange(0, BLOCK_V)
+        mask_v = exists[:, None] & (value_column < V)[None, :]
+        x = v + token[:, None] * v_token + head * v_head + value_column[None, :]
+        x = tl.load(x, mask=mask_v)
+        tl.store(values + place[:, None] * V + value_column[None, :], x, mask=mask_v)
 
-    if head % GROUP == 0:  # the first of the value heads that share a key head
-        key_head = head // GROUP
-        key_column = tl.arange(0, BLOCK_K)
-        mask_k = exists[:, None] & (key_column < K)[None, :]
-        unit = (token * (HEADS // GROUP) + key_head)[:, None] * K + key_column[None, :]
-        queries = q + token[:, None] * q_token + key_head * q_head + key_column[None, :]
-        _copy_unit(queries, unit_q + unit, mask_k)
-        keys = k + token[:, None] * k_token + key_head * k_head + key_column[None, :]
-        _copy_unit(keys, unit_k + unit, mask_k)
+        if head % GROUP == 0:  # the first of the value heads that share a key head
+            key_head = head // GROUP
+            key_column = tl.arange(0, BLOCK_K)
+            mask_k = exists[:, None] & (key_column < K)[None, :]
+            unit = (token * (HEADS // GROUP) + key_head)[:, None] * K + key_column[None, :]
+            queries = q + token[:, None] * q_token + key_head * q_head + key_column[None, :]
+            _copy_unit(queries, unit_q + unit, mask_k)
+            keys = k + token[:, None] * k_token + key_head * k_head + key_column[None, :]
+            _copy_unit(keys, unit_k + unit, mask_k)
 
     write = sigmoid(tl.load(b + token * b_token + head, mask=exists, other=0.0).to(tl.float32))
     tl.store(beta + place, write, mask=exists)
@@ -145,8 +154,14 @@ def fla_inputs(
     dt_bias: Tensor,
     cu_seqlens: Tensor,
     chunk_indices: Tensor,
+    normalized: bool = False,
 ) -> FlaInputs:
-    """Arguments as in `fused_gated_delta_rule.define_varlen`; rows past a sequence are skipped."""
+    """Arguments as in `fused_gated_delta_rule.define_varlen`; rows past a sequence are skipped.
+
+    Args:
+        normalized: q and k are of length 1 already; then they and v stay where they are, or are
+            made contiguous.
+    """
     (tokens, key_heads, key_dim), (heads, value_dim) = q.shape, v.shape[1:]
     device = q.device
 
@@ -154,9 +169,9 @@ def fla_inputs(
         return torch.empty(shape, dtype=dtype, device=device)
 
     inputs = FlaInputs(
-        q=empty(tokens, key_heads, key_dim, dtype=q.dtype),
-        k=empty(tokens, key_heads, key_dim, dtype=k.dtype),
-        v=empty(tokens, heads, value_dim, dtype=v.dtype),
+        q=q.contiguous() if normalized else empty(tokens, key_heads, key_dim, dtype=q.dtype),
+        k=k.contiguous() if normalized else empty(tokens, key_heads, key_dim, dtype=k.dtype),
+        v=v.contiguous() if normalized else empty(tokens, heads, value_dim, dtype=v.dtype),
         decay=empty(tokens, heads, dtype=torch.float32),
         beta=empty(tokens, heads, dtype=torch.float32),
         inverse=empty(tokens, heads, CHUNK_SIZE, dtype=k.dtype),
@@ -186,6 +201,7 @@ def fla_inputs(
         BLOCK_K=triton.next_power_of_2(key_dim),
         BLOCK_V=triton.next_power_of_2(value_dim),
         LOG2_E=LOG2_E,
-        num_warps=NUM_WARPS,
+        NORMALIZED=normalized,
+        num_warps=GATE_WARPS if normalized else NUM_WARPS,
     )
     return inputs

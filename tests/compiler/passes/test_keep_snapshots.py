@@ -88,9 +88,10 @@ def test_counts_and_ops(compiled: CompiledModel, without: CompiledModel) -> None
     assert targets(compiled.prefill) == targets(without.prefill)
     chunk_slots = compiled.prefill.input("chunk_slots")
     assert len(chunk_slots.users) == 2
-    for op in KINDS:
-        (node,) = compiled.prefill.nodes(op)
-        assert node.args[-1] is chunk_slots and node.meta["pass"] == "keep_snapshots"
+    conv, rule = nodes = compiled.prefill.nodes(*KINDS)
+    assert [KINDS[node.target] for node in nodes] == ["conv", "recurrent"]
+    assert conv.args[-1] is chunk_slots and rule.args[-2:] == (chunk_slots, True)
+    assert {node.meta["pass"] for node in nodes} == {"keep_snapshots"}
     for graph in (without.prefill, compiled.decode):
         assert "chunk_slots" not in graph.input_names
 

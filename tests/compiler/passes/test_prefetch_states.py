@@ -1,4 +1,4 @@
-"""prefetch_states: the delta rule reads its state early where nobody else can have written it."""
+"""prefetch_states: states are read early where nobody else can have written them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from minivllm.compiler.misses import Misses
 from minivllm.compiler.passes.base import PassContext
 from minivllm.compiler.passes.inplace_state import InplaceState
 from minivllm.compiler.passes.lower_mixers import LowerMixers
-from minivllm.compiler.passes.prefetch_states import OP, PrefetchStates
+from minivllm.compiler.passes.prefetch_states import CONV, RULE, PrefetchStates
 from minivllm.compiler.pipeline import select_passes
 from minivllm.compiler.recipe import assemble
 from minivllm.compiler.runner import CompileError, run_passes
@@ -47,8 +47,8 @@ BLOCK_SIZE = 16
 
 
 def early(node: Node) -> bool:
-    """What a call of the op promises: its argument `early`, or the schema's default."""
-    arguments = OP._schema.arguments
+    """What a call promises: its argument `early`, or the schema's default."""
+    arguments = node.target._schema.arguments
     return dict(zip([a.name for a in arguments], node.args, strict=False)).get("early", False)
 
 
@@ -114,9 +114,9 @@ def test_a_toy(
     """The promise is made behind an embedding, and changes neither the output nor a state."""
     graph = on_slots(source, context, body)
     before, calls = step(graph), targets(graph)
-    assert [early(node) for node in graph.nodes(OP)] == [False] * len(promised)
+    assert [early(node) for node in graph.nodes(RULE)] == [False] * len(promised)
     assert apply(graph, PrefetchStates(), context) == sum(promised)
-    assert [early(node) for node in graph.nodes(OP)] == promised
+    assert [early(node) for node in graph.nodes(RULE)] == promised
     assert targets(graph) == calls
     output, states = step(graph)
     assert output.isfinite().all() and torch.equal(output, before[0])
@@ -125,7 +125,7 @@ def test_a_toy(
         assert not torch.equal(pool[[*SLOTS]], randn(*pool.shape, seed=9)[[*SLOTS]])
     assert graph.misses is not None
     assert {m.site for m in graph.misses.noted} == {
-        f"layers.{i}.mixer" for i, is_early in enumerate(promised) if not is_early
+        f"layers.{i}.recurrent" for i, is_early in enumerate(promised) if not is_early
     }
 
 
@@ -151,14 +151,14 @@ def test_a_state_that_another_node_touches(
 ) -> None:
     """That op waits, the other layer's does not; and the miss is explained."""
     graph = on_slots(source, context, two_layers)
-    first, _ = graph.nodes(OP)
+    first, _ = graph.nodes(RULE)
     (pool,) = (n for n in first.all_input_nodes if n.target in graph.states)
     edit(graph, first, pool)
     context = dataclasses.replace(context, misses=Misses())
-    assert PrefetchStates().run(graph, context) == ["layers.1"]
-    assert [early(node) for node in graph.nodes(OP)] == [False, True]
+    assert PrefetchStates().run(graph, context) == ["layers.1.recurrent"]
+    assert [early(node) for node in graph.nodes(RULE)] == [False, True]
     (miss,) = context.misses.noted
-    assert (miss.candidate, miss.site) == (first, "layers.0.mixer")
+    assert (miss.candidate, miss.site) == (first, "layers.0.recurrent")
     assert miss.reason == "the state may be written by a kernel that still runs"
 
 
@@ -202,11 +202,12 @@ def test_the_model(
 
     calls, (logits, states) = targets(graph), steps()
     (report,) = run_passes(graph, [PrefetchStates()], context)
-    assert (report.matches, report.expected) == (1, 1)
+    assert (report.matches, report.expected) == (2, 2)
     assert targets(graph) == calls and report.calls_after == report.calls_before
-    (node,) = graph.nodes(OP)
-    assert early(node) and node.meta["pass"] == "prefetch_states"
-    assert node.meta["module"] == "layers.0.mixer"
+    for op, module in ((CONV, "layers.0.mixer.conv1d"), (RULE, "layers.0.mixer")):
+        (node,) = graph.nodes(op)
+        assert early(node) and node.meta["pass"] == "prefetch_states"
+        assert node.meta["module"] == module
     again, states_again = steps()
     for now, then in zip(again, logits, strict=True):
         assert now.isfinite().all() and torch.equal(now, then)
@@ -218,24 +219,28 @@ def test_a_missing_site_is_an_error_that_tells_why(
     source: Graph, config: MiniQwenConfig, context: PassContext
 ) -> None:
     graph = lowered(source, context)
-    (node,) = graph.nodes(OP)
+    (node,) = graph.nodes(RULE)
     (pool,) = (n for n in node.all_input_nodes if n.target in graph.states)
     read_too(graph, node, pool)
     with pytest.raises(CompileError) as error:
         run_passes(graph, [PrefetchStates()], context)
     text = str(error.value)
-    assert "pass prefetch_states on the decode graph: matched 0 of 1 sites" in text
-    assert "layers.0: nearest miss in layers.0.mixer" in text
+    assert "pass prefetch_states on the decode graph: matched 1 of 2 sites" in text
+    assert "layers.0.recurrent: nearest miss in layers.0.recurrent" in text
+    assert "from:     layers.0.mixer" in text
     assert "reason:   the state may be written by a kernel that still runs" in text
 
 
-@pytest.mark.parametrize("name", ["fold_gate", "inplace_state"])
-def test_without_a_pass_that_it_builds_on(config: MiniQwenConfig, source: Graph, name: str) -> None:
+@pytest.mark.parametrize(("name", "found"), [("fold_gate", 1), ("inplace_state", 0)])
+def test_without_a_pass_that_it_builds_on(
+    config: MiniQwenConfig, source: Graph, name: str, found: int
+) -> None:
+    """The convolution has its form without the folded gate, the delta rule has not."""
     options = CompilerOptions(disable=(name,))
     model = compile_model(config, torch.float32, options, block_size=BLOCK_SIZE)
     (report,) = (r for r in model.reports if r.name == "prefetch_states")
-    assert (report.matches, report.expected) == (0, None)
-    assert model.decode.nodes(OP) == []
+    assert (report.matches, report.expected) == (found, None)
+    assert model.decode.nodes(RULE) == []
     Verifier(config, source).check_stage(model.decode, f"all passes but {name}")
 
 
@@ -244,9 +249,9 @@ def test_left_out(config: MiniQwenConfig, compiled: CompiledModel) -> None:
     options = CompilerOptions(disable=("prefetch_states",))
     model = compile_model(config, torch.float32, options, block_size=BLOCK_SIZE)
     assert targets(model.decode) == targets(compiled.decode)
-    assert [early(node) for node in model.decode.nodes(OP)] == [False]
+    assert [early(node) for node in model.decode.nodes(RULE)] == [False]
     assert code(model.prefill) == code(compiled.prefill)
-    assert compiled.prefill.nodes(OP) == []
+    assert compiled.prefill.nodes(RULE) == []
 
 
 def test_the_published_model() -> None:
@@ -256,6 +261,6 @@ def test_the_published_model() -> None:
     config = MiniQwenConfig.from_hf(architecture)
     model = compile_model(config, torch.bfloat16, CompilerOptions())
     (report,) = (r for r in model.reports if r.name == "prefetch_states")
-    assert (report.phase, report.matches, report.expected) == ("decode", 18, 18)
-    nodes = model.decode.nodes(OP)
-    assert len(nodes) == 18 and all(map(early, nodes))
+    assert (report.phase, report.matches, report.expected) == ("decode", 36, 36)
+    nodes = [*model.decode.nodes(CONV), *model.decode.nodes(RULE)]
+    assert len(nodes) == 36 and all(map(early, nodes))
