@@ -28,6 +28,7 @@ LOG2_E = math.log2(math.e)  # exp(x) is exp2(x * LOG2_E), and a GPU has exp2
 BLOCK_GROUP = 16  # query heads a program: the rows of the smallest matrix product
 TILE, EXACT_TILE = 32, 16  # places of a block, in half precision and in float32
 COMBINE_BLOCK_D = 32  # with MAX_SPLITS rows: 32 registers a thread, whole 128-byte lines
+FEW_SPLITS, FEW_BLOCK_D = 8, 256  # of large batches: a head a program
 GATHER_ELEMENTS = 8192  # a program copies
 
 
@@ -255,7 +256,9 @@ def paged_attention_decode(
         **pdl(),
     )
     if splits > 1:
-        _combine_kernel[(sequences, heads, triton.cdiv(dim, COMBINE_BLOCK_D))](
+        few = splits <= FEW_SPLITS
+        block_d = FEW_BLOCK_D if few else COMBINE_BLOCK_D
+        _combine_kernel[(sequences, heads, triton.cdiv(dim, block_d))](
             partial,
             sums,
             seq_lens,
@@ -264,8 +267,8 @@ def paged_attention_decode(
             HEADS=heads,
             D=dim,
             BLOCK_SIZE=block_size,
-            BLOCK_SPLITS=MAX_SPLITS,
-            BLOCK_D=COMBINE_BLOCK_D,
+            BLOCK_SPLITS=FEW_SPLITS if few else MAX_SPLITS,
+            BLOCK_D=block_d,
             num_warps=4,
             **pdl(),
         )
