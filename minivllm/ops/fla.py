@@ -84,13 +84,23 @@ def chunk_metadata(lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
 
     A sequence of length L has ceil(L / 64) chunks; an empty one has none.
     """
+    return _tensors(*chunk_lists(lengths))
+
+
+def chunk_lists(lengths: Sequence[int]) -> tuple[list[int], list[int]]:
+    """`chunk_metadata` as lists, the pairs of `chunk_indices` one behind the other."""
     starts = [0]
-    chunks = []
+    chunks: list[int] = []
     for n, length in enumerate(lengths):
         starts.append(starts[-1] + length)
-        chunks += [(n, c) for c in range(-(-length // CHUNK_SIZE))]
+        for c in range(-(-length // CHUNK_SIZE)):
+            chunks += (n, c)
+    return starts, chunks
+
+
+def _tensors(starts: list[int], chunks: list[int]) -> tuple[Tensor, Tensor]:
     cu_seqlens = torch.tensor(starts, dtype=torch.int32)
-    return cu_seqlens, torch.tensor(chunks, dtype=torch.int32).reshape(-1, 2)
+    return cu_seqlens, torch.tensor(chunks, dtype=torch.int32).view(-1, 2)
 
 
 def max_chunks(tokens: int, seqs: int) -> int:
@@ -118,12 +128,18 @@ def padded_chunk_metadata(
     Returns:
         `cu_seqlens` `[seqs + 1]` and `chunk_indices` `[chunks, 2]`, int32, on CPU.
     """
+    return _tensors(*padded_chunk_lists(lengths, tokens, seqs, chunks))
+
+
+def padded_chunk_lists(
+    lengths: Sequence[int], tokens: int, seqs: int, chunks: int
+) -> tuple[list[int], list[int]]:
+    """`padded_chunk_metadata` as lists, as of `chunk_lists`."""
     surplus, empty = tokens - sum(lengths), seqs - len(lengths)
     assert seqs > 0 and surplus >= 0 and empty >= (surplus > 0), (lengths, tokens, seqs)
     padded = [*lengths, *[0] * empty]
     padded[-1] += surplus
-    cu_seqlens, chunk_indices = chunk_metadata(padded)
-    missing = chunks - len(chunk_indices)
-    assert missing >= 0, f"{lengths} with {surplus} surplus tokens are {len(chunk_indices)} chunks"
-    behind = torch.tensor([seqs - 1, -(-padded[-1] // CHUNK_SIZE)], dtype=torch.int32)
-    return cu_seqlens, torch.cat([chunk_indices, behind.expand(missing, 2)])
+    starts, rows = chunk_lists(padded)
+    missing = chunks - len(rows) // 2
+    assert missing >= 0, f"{lengths} with {surplus} surplus tokens are {len(rows) // 2} chunks"
+    return starts, rows + [seqs - 1, -(-padded[-1] // CHUNK_SIZE)] * missing

@@ -4,11 +4,11 @@ Owns what they hold and how they lie: side by side in one row of bytes, which on
 the device. Does not own the choice of a bucket nor the graph (`prefill_runner`).
 
     inputs = prefill_inputs([Row(ids, 0, len(ids), slot=1, blocks=[1, 2])], Bucket(64, 2))
-    there.copy_(inputs.packed)
+    there.copy_(inputs.tensor())
     prefill(**inputs.views(there))
 
 Surplus tokens form a last sequence of slot 0 and block 0, which belong to nobody; sequences
-between it and the given ones are empty (`ops.fla.padded_chunk_metadata`).
+between it and the given ones are empty (`ops.fla.padded_chunk_lists`).
 
 Shapes: T tokens, N sequences, C chunks, B KV blocks of all sequences together, R wanted rows.
 """
@@ -25,11 +25,15 @@ import torch
 from torch import Tensor
 
 from minivllm.compiler.graph import INPUTS
-from minivllm.ops.fla import CHUNK_SIZE, chunk_metadata, max_chunks, padded_chunk_metadata
+from minivllm.ops.fla import CHUNK_SIZE, chunk_lists, max_chunks, padded_chunk_lists
 from minivllm.ops.paged_attention import BLOCK_SIZE
 
 ALIGNMENT = 16  # bytes: every input starts there in every bucket, or kernels would be built anew
 HISTORY_BLOCKS = 256  # that a bucket has beside those of its own tokens: 16,384 tokens
+
+# int64 numbers side by side in one: the places in block 0, and from each to that of the next block
+_INSIDE = sum(i << 64 * i for i in range(BLOCK_SIZE))
+_BLOCK = sum(BLOCK_SIZE << 64 * i for i in range(BLOCK_SIZE))
 
 
 @dataclass(frozen=True)
@@ -91,64 +95,54 @@ class PrefillInputs:
 
     Args:
         values: by name, as numbers of the input's dtype.
-        pin: into page-locked memory, which a GPU copies from by itself.
 
     Attributes:
-        packed: all of them, `[bytes]` uint8 on the CPU, each from a multiple of `ALIGNMENT` on.
+        data: all of them, each from a multiple of `ALIGNMENT` on.
     """
 
-    def __init__(self, values: Mapping[str, bytes | array[int] | Tensor], pin: bool) -> None:
-        self._places: dict[str, tuple[int, int, tuple[int, ...]]] = {}  # start, end, shape
-        packed = bytearray()
+    def __init__(self, values: Mapping[str, bytes | array[int]]) -> None:
+        self.data = bytearray()
+        self._ranges: dict[str, tuple[int, int]] = {}
         for name, x in values.items():
-            start = len(packed)
-            size = INPUTS[name].dtype.itemsize
-            if isinstance(x, Tensor):
-                shape = tuple(x.shape)
-                packed += bytes(size * x.numel())
-            else:
-                packed += x if isinstance(x, bytes) else x.tobytes()
-                shape = ((len(packed) - start) // size,)
-            self._places[name] = start, len(packed), shape
-            packed += bytes(-len(packed) % ALIGNMENT)
-        storage = torch.frombuffer(packed, dtype=torch.uint8)
-        self.packed = storage.pin_memory() if pin else storage
-        for name, x in values.items():
-            if isinstance(x, Tensor):
-                self._view(name, self.packed).copy_(x)
+            start = len(self.data)
+            self.data += x if isinstance(x, bytes) else x.tobytes()
+            self._ranges[name] = start, len(self.data)
+            self.data += bytes(-len(self.data) % ALIGNMENT)
 
-    def views(self, packed: Tensor | None = None) -> dict[str, Tensor]:
+    def views(self, data: Tensor | None = None) -> dict[str, Tensor]:
         """The inputs by name, as views of a copy of the bytes; None: of the bytes here."""
-        there = self.packed if packed is None else packed
-        return {name: self._view(name, there) for name in self._places}
+        there = self.tensor() if data is None else data
+        views = {}
+        for name, (start, end) in self._ranges.items():
+            sizes = [d if isinstance(d, int) else -1 for d in INPUTS[name].dims]
+            views[name] = there[start:end].view(INPUTS[name].dtype).view(sizes)
+        return views
 
-    def _view(self, name: str, packed: Tensor) -> Tensor:
-        start, end, shape = self._places[name]
-        return packed[start:end].view(INPUTS[name].dtype).view(shape)
+    def tensor(self) -> Tensor:
+        """The bytes, as `[bytes]` uint8 over the same memory."""
+        return torch.frombuffer(self.data, dtype=torch.uint8)
 
 
-def prefill_inputs(
-    rows: Sequence[Row], bucket: Bucket | None = None, pin: bool = False
-) -> PrefillInputs:
+def prefill_inputs(rows: Sequence[Row], bucket: Bucket | None = None) -> PrefillInputs:
     """The inputs of a prefill of these rows.
 
-    What has an entry a token is not made as a list: that took longer than all the rest.
+    The first token waits for them. So what has an entry a token is no list, and nothing is a
+    tensor: a call of torch is short in a loop, but ten times as long after milliseconds of waiting.
 
     Args:
         rows: any number; none is a bucket of padding alone.
         bucket: sizes to pad to; None: the exact ones.
-        pin: see `PrefillInputs`.
     """
     lengths = [r.end - r.start for r in rows]
     total = sum(lengths)
     if bucket is None:
         tokens, seqs = total, len(rows)
-        cu_seqlens, chunk_indices = chunk_metadata(lengths)
+        starts, chunk_indices = chunk_lists(lengths)
     else:
         tokens, seqs = bucket.tokens, bucket.seqs
         chunks = max_chunks(tokens, seqs)
-        cu_seqlens, chunk_indices = padded_chunk_metadata(lengths, tokens, seqs, chunks)
-    ids, positions = b"", array("q")
+        starts, chunk_indices = padded_chunk_lists(lengths, tokens, seqs, chunks)
+    ids, places, positions = b"", b"", array("q")
     blocks: list[int] = []
     indptr = [0]
     wanted: list[int] = []
@@ -157,15 +151,17 @@ def prefill_inputs(
         ids += struct.pack(f"={length}q", *row.token_ids[row.start : row.end])
         positions += _counted(row.end)[row.start : row.end]
         blocks += row.blocks[: row.num_blocks]
+        places += _places(row)
         indptr.append(len(blocks))
         wanted += range(begin, begin + length) if row.all_logits else []
         begin += length
         wanted += [begin - 1] * row.copies
+    padding = Row([], 0, tokens - total, slot=0, blocks=[0] * (-(-(tokens - total) // BLOCK_SIZE)))
     surplus = bytes(8 * (tokens - total))
     empty = [0] * (seqs - len(rows))
     more_blocks = [0] * (bucket.blocks - len(blocks) if bucket else 0)
     more_rows = [0] * (bucket.rows - len(wanted) if bucket else 0)
-    values: dict[str, bytes | array[int] | Tensor] = {
+    values: dict[str, bytes | array[int]] = {
         "input_ids": ids + surplus,
         "positions": positions.tobytes() + surplus,
         "state_slots": array("q", [r.slot for r in rows] + empty),
@@ -173,13 +169,13 @@ def prefill_inputs(
         "kv_indptr": array("i", indptr + indptr[-1:] * len(empty)),
         "kv_indices": array("i", blocks + more_blocks),
         "seq_lens": array("i", [r.end for r in rows] + empty),
-        "slot_mapping": _places(rows, blocks, indptr, tokens - total),
+        "slot_mapping": places + _places(padding),
         "logits_rows": array("q", wanted + more_rows),
-        "cu_seqlens": cu_seqlens,
-        "chunk_indices": chunk_indices,
-        "chunk_slots": _chunk_slots(rows, len(chunk_indices)),
+        "cu_seqlens": array("i", starts),
+        "chunk_indices": array("i", chunk_indices),
+        "chunk_slots": _chunk_slots(rows, len(chunk_indices) // 2),
     }
-    return PrefillInputs(values, pin)
+    return PrefillInputs(values)
 
 
 def _counted(end: int) -> array[int]:
@@ -205,10 +201,12 @@ def _chunk_slots(rows: Sequence[Row], chunks: int) -> array[int]:
     return entries
 
 
-def _places(rows: Sequence[Row], blocks: list[int], indptr: list[int], surplus: int) -> Tensor:
-    """`[T]`: each token's place in the KV cache; surplus ones lie in block 0."""
-    inside = torch.arange(BLOCK_SIZE)
-    grid = torch.tensor(blocks, dtype=torch.int64).mul_(BLOCK_SIZE)[:, None].add(inside).view(-1)
-    begins = [first * BLOCK_SIZE for first in indptr]
-    parts = [grid[b + r.start : b + r.end] for b, r in zip(begins, rows, strict=False)]
-    return torch.cat([*parts, torch.arange(surplus) % BLOCK_SIZE])
+def _places(row: Row) -> bytes:
+    """The place in the KV cache of each of its tokens, int64: a block's places are one number."""
+    first = row.start // BLOCK_SIZE
+    begin = first * BLOCK_SIZE
+    of_blocks = [
+        (_INSIDE + block * _BLOCK).to_bytes(8 * BLOCK_SIZE, "little")
+        for block in row.blocks[first : row.num_blocks]
+    ]
+    return b"".join(of_blocks)[8 * (row.start - begin) : 8 * (row.end - begin)]

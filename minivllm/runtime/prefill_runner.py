@@ -15,6 +15,7 @@ Shapes: V vocabulary.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Mapping, Sequence
 
@@ -62,6 +63,7 @@ class PrefillRunner:
         self.buckets: list[Bucket] = []
         self.captures: Captures | None = None
         self._static: dict[Bucket, Tensor] = {}  # inputs of each, in one storage
+        self._staging: _Staging | None = None
 
     @torch.inference_mode()
     def capture(self, buckets: Sequence[Bucket]) -> None:
@@ -69,12 +71,13 @@ class PrefillRunner:
         self.buckets = sorted(buckets)
         self.captures = Captures(self.device)
         inputs = {bucket: prefill_inputs([], bucket) for bucket in self.buckets}
-        size = max(len(of_bucket.packed) for of_bucket in inputs.values())
+        size = max(len(of_bucket.data) for of_bucket in inputs.values())
         storage = torch.zeros(size, dtype=torch.uint8, device=self.device)
+        self._staging = _Staging(size, self.device)
         for bucket in reversed(self.buckets):
             of_bucket = inputs[bucket]
-            there = self._static[bucket] = storage[: len(of_bucket.packed)]
-            there.copy_(of_bucket.packed)
+            there = self._static[bucket] = storage[: len(of_bucket.data)]
+            there.copy_(of_bucket.tensor())
             self.captures.capture(bucket, functools.partial(self._step, of_bucket.views(there)))
 
     def bucket(self, rows: Sequence[Row]) -> Bucket | None:
@@ -97,12 +100,47 @@ class PrefillRunner:
     def run(self, rows: Sequence[Row]) -> Tensor:
         """The wanted logits, row after row, `[sum of num_logits, V]`; valid until the next run."""
         bucket = self.bucket(rows)
-        pin = self.device.type == "cuda"
         if bucket is None or self.captures is None:
-            inputs = prefill_inputs(rows, pin=pin)
-            return self._step(inputs.views(inputs.packed.to(self.device, non_blocking=True)))
-        self._static[bucket].copy_(prefill_inputs(rows, bucket, pin).packed, non_blocking=True)
+            inputs = prefill_inputs(rows)
+            return self._step(inputs.views(self._sent(inputs.tensor())))
+        assert self._staging is not None
+        self._staging.send(prefill_inputs(rows, bucket).data, self._static[bucket])
         return self.captures.replay(bucket)[: sum(r.num_logits for r in rows)]
+
+    def _sent(self, data: Tensor) -> Tensor:
+        """On the device, without waiting for it."""
+        data = data.pin_memory() if self.device.type == "cuda" else data
+        return data.to(self.device, non_blocking=True)
 
     def _step(self, inputs: Mapping[str, Tensor]) -> Tensor:
         return self.prefill(**{name: inputs[name] for name in self.prefill.inputs})
+
+
+class _Staging:
+    """Page-locked memory that steps' inputs leave the host through, each time another buffer.
+
+    Args:
+        size: bytes of the largest step's.
+        device: where they go.
+    """
+
+    def __init__(self, size: int, device: torch.device, count: int = 4) -> None:
+        self._device = device
+        self._buffers = [
+            torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(count)
+        ]
+        # written without torch, whose calls take long after a wait
+        self._bytes = [
+            memoryview((ctypes.c_ubyte * size).from_address(buffer.data_ptr())).cast("B")
+            for buffer in self._buffers
+        ]
+        self._read = [torch.cuda.Event() for _ in range(count)]
+        self._next = 0
+
+    def send(self, data: bytearray, there: Tensor) -> None:
+        """Copy to the device; the host waits only for the copy of `count` steps ago."""
+        index, self._next = self._next, (self._next + 1) % len(self._buffers)
+        self._read[index].synchronize()
+        self._bytes[index][: len(data)] = data
+        there.copy_(self._buffers[index][: len(data)], non_blocking=True)
+        self._read[index].record(torch.cuda.current_stream(self._device))

@@ -70,7 +70,7 @@ def test_a_snapshot_stands_behind_a_chunk() -> None:
 def test_a_copy_of_the_bytes_has_the_same_inputs(bucket: Bucket | None) -> None:
     """At addresses that are equally aligned in every bucket."""
     inputs = prefill_inputs(ROWS[:2], bucket)
-    there = inputs.views(inputs.packed.clone())
+    there = inputs.views(inputs.tensor().clone())
     for name, value in inputs.views().items():
         assert torch.equal(there[name], value), name
         assert (there[name].data_ptr() - there["input_ids"].data_ptr()) % ALIGNMENT == 0, name
