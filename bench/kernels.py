@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -247,7 +248,11 @@ class Shapes:
     def stateful(
         self, phase: str, sequences: int, tokens: int, sets: int
     ) -> Iterator[tuple[str, list[Args]]]:
-        """The convolution and the delta rule on their pools; each set has slots of its own."""
+        """The convolution and the delta rule on their pools; each set has slots of its own.
+
+        As the compiled graphs call them: decode reads its states early, and a prefill's delta rule
+        takes what its convolution leaves.
+        """
         c = self.config
         conv, recurrent = self.pools(sets * sequences + 1)
         slots = self.int64(torch.randperm(sets * sequences) + 1).split(sequences)
@@ -257,20 +262,36 @@ class Shapes:
             metadata = chunk_metadata([tokens // sequences] * sequences)
             tail = (computed, *(x.to(self.device) for x in metadata))
         weight = self.random(c.conv_dim, c.linear_conv_kernel_dim)
-        yield (
-            f"causal_conv1d_{phase}_slots",
-            [(self.mixer_row(tokens)[0], weight, conv, s, *tail) for s in slots],
-        )
-        if phase == "prefill":
-            heads = c.linear_num_key_heads, c.linear_key_head_dim, c.linear_value_head_dim
+        xs = [self.mixer_row(tokens)[0] for _ in slots]
+        if phase == "decode":
             yield (
-                "causal_conv1d_qkv_prefill_slots",
-                [(self.mixer_row(tokens)[0], weight, conv, s, *tail, *heads) for s in slots],
+                "causal_conv1d_decode_slots",
+                [(x, weight, conv, s, True) for x, s in zip(xs, slots, strict=True)],
             )
+            yield (
+                "fused_gated_delta_rule_decode_slots",
+                [(*self.recurrent_rows(tokens), recurrent, s, True) for s in slots],
+            )
+            return
+        heads = c.linear_num_key_heads, c.linear_key_head_dim, c.linear_value_head_dim
         yield (
-            f"fused_gated_delta_rule_{phase}_slots",
-            [(*self.recurrent_rows(tokens), recurrent, s, *tail) for s in slots],
+            "causal_conv1d_prefill_slots",
+            [(x, weight, conv, s, *tail) for x, s in zip(xs, slots, strict=True)],
         )
+        yield (
+            "causal_conv1d_qkv_prefill_slots",
+            [(x, weight, conv, s, *tail, *heads) for x, s in zip(xs, slots, strict=True)],
+        )
+        yield (
+            "fused_gated_delta_rule_prefill_slots",
+            [(*self.normalized_rows(tokens), recurrent, s, *tail, None, True) for s in slots],
+        )
+
+    def normalized_rows(self, tokens: int) -> tuple[Tensor, ...]:
+        """`recurrent_rows` with q, k and v contiguous, each row of q and k of length 1."""
+        q, k, v, *rest = self.recurrent_rows(tokens)
+        q, k = (F.normalize(x.float(), dim=-1).to(self.dtype) for x in (q, k))
+        return q, k, v.clone(memory_format=torch.contiguous_format), *rest
 
     def attention(
         self, phase: str, sequences: int, tokens: int, contexts: Sequence[int], sets: int

@@ -91,7 +91,7 @@ def graph_key(
 
     Returns:
         None if the source is not known: a pass stands outside the package, or a file was changed
-        after it was imported.
+        after it was imported, or there is none.
     """
     classes = {phase: [type(p) for p in passes[phase]] for phase in PHASES}
     outside = [c for cs in classes.values() for c in cs if not c.__module__.startswith("minivllm.")]
@@ -119,9 +119,13 @@ def graph_key(
 
 @functools.lru_cache(maxsize=8)
 def source_digest(package: Path, imported: float) -> str | None:
-    """A digest of a package's Python files; None if one was changed behind the time `imported`."""
+    """A digest of a package's Python files; None if one was changed behind the time `imported`, or
+    if there are none (an archive, bytecode alone)."""
+    files = sorted(package.rglob("*.py"))
+    if not files:
+        return None
     digest = hashlib.sha256()
-    for file in sorted(package.rglob("*.py")):
+    for file in files:
         content = file.read_bytes()
         if file.stat().st_mtime > imported:
             return None
@@ -145,7 +149,10 @@ class GraphCache:
         file = self.file(key)
         try:
             content = file.read_bytes()
-        except OSError:  # if it is more than a missing file, `store` will tell
+        except (FileNotFoundError, NotADirectoryError):  # the second one `store` will tell
+            return None
+        except OSError as error:
+            logger.warning("the kept graphs cannot be read: %s", error)
             return None
         try:
             kept = _read(content, key)

@@ -14,18 +14,19 @@ are text, and there is nothing to infer others with.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 from torch import fx
 from torch.fx import Node
 
-from minivllm.compiler.graph import Graph, StateSpec, WeightPart, WeightSpec
+from minivllm.compiler.graph import INPUTS, Graph, StateSpec, WeightPart, WeightSpec
 from minivllm.compiler.text import dtype_text, type_text
 
 GETITEM = "operator.getitem"
 META = ("module", "source", "pass")  # kept of a node's meta, beside its type
+LIBRARIES = ("aten.", "minivllm.")  # whose ops a graph may call
 
 
 def graph_data(graph: Graph) -> dict[str, Any]:
@@ -70,6 +71,8 @@ def read_graph(data: Mapping[str, Any]) -> Graph:
             if target not in targets:
                 targets[target] = _callable(target)
             called = targets[target]
+        else:
+            _check_leaf(graph, op, target)
         node = graph.fx.create_node(
             op,
             called,
@@ -82,6 +85,19 @@ def read_graph(data: Mapping[str, Any]) -> Graph:
         node.meta = dict(meta)
         nodes[f"%{name}"] = node
     return graph
+
+
+def _check_leaf(graph: Graph, op: str, target: str) -> None:
+    """Names of leaves become code when a graph is bound: none but those that are known."""
+    known: Collection[str] = ()
+    if op == "placeholder":
+        known = INPUTS.keys()
+    elif op == "get_attr":
+        known = graph.weights.keys() | graph.states.keys()
+    elif op == "output":
+        known = ("output",)
+    if target not in known:
+        raise ValueError(f"{op} {target!r} is not of this graph")
 
 
 def _weight_data(spec: WeightSpec) -> list[Any]:
@@ -147,6 +163,8 @@ def _callable(name: str) -> Callable[..., Any]:
     """The op of `aten.linear.default`."""
     if name == GETITEM:
         return operator.getitem
+    if not name.startswith(LIBRARIES):
+        raise ValueError(f"{name} is no op of {' or '.join(LIBRARIES)}")
     found: Any = torch.ops
     for part in name.split("."):
         found = getattr(found, part)

@@ -38,7 +38,7 @@ def define_decode_slots(
         weight: `[C, W]`.
         state: `[S, C, W]`; changed at `slots`.
         slots: `[N]`, int64.
-        early: as of `gated_delta_rule_slots.define_decode_slots`.
+        early: as of `gated_delta_rule_slots.define_decode_slots`, and of the weight too.
 
     Returns:
         y `[N, C]` in x's dtype.
@@ -202,7 +202,7 @@ CHANNELS, TAPS, SLOTS = 40, 4, 12  # of the examples; slots that no sequence has
 
 def _decode_slots_examples(generator: torch.Generator, dtype: torch.dtype) -> list[tuple[Any, ...]]:
     examples = []
-    for sequences, early in ((1, False), (5, False), (3, True)):
+    for sequences, early in ((1, False), (3, True), (5, False)):
         (x,) = columns(generator, dtype, sequences, (CHANNELS,))
         slots = scattered_slots(generator, sequences, SLOTS)
         states = vector(generator, dtype, sequences, CHANNELS, TAPS)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,9 +28,17 @@ SOLVE_BLOCK = 16  # rows that FLA solves at once; it writes no blocks above the 
 EXTENSIONS = ("fla.layers", "fla.models")  # which `import fla` does without if they are missing
 
 
-@functools.cache
+_importing = threading.Lock()
+
+
 def prepare() -> None:
     """Import FLA without its extensions and its memo; before any of its modules is imported."""
+    with _importing:  # kernels are built in threads
+        _prepare()
+
+
+@functools.cache
+def _prepare() -> None:
     first = "fla" not in sys.modules
     hidden = [name for name in EXTENSIONS if first and name not in sys.modules]
     for name in hidden:

@@ -4,6 +4,7 @@ Owns capture and replay; the only file that knows CUDA Graphs. Does not own stat
 (`decode_runner`, `prefill_runner`).
 
     captures = Captures(device)
+    captures.rehearse(lambda: step(256))             # every step that will be captured
     captures.capture(256, lambda: step(256))         # the largest first
     logits = captures.replay(256)
 
@@ -39,14 +40,27 @@ class Captures:
     def __len__(self) -> int:
         return len(self._graphs)
 
+    def rehearse(self, run: Callable[[], object]) -> None:
+        """Run what will be captured: it builds kernels and workspaces, which a capture must not."""
+        current = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            run()
+        current.wait_stream(self._stream)
+
     def capture(self, key: Hashable, run: Callable[[], Tensor]) -> None:
-        """Capture `run`, which reads static tensors only; its result is the graph's output."""
+        """Capture `run`, which reads static tensors only; its result is the graph's output.
+
+        The first capture frees the memory that rehearsals took. `torch.cuda.graph` would do so
+        before each, for 30 ms a graph.
+        """
         assert key not in self, f"{key} is captured already"
+        if not self._graphs:
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
-            run()  # builds kernels and workspaces, which a capture must not
-            # `torch.cuda.graph` does this, and frees all unused memory before: 30 ms a graph
             graph.capture_begin(pool=self._pool)
             try:
                 output = run()

@@ -105,8 +105,11 @@ class DecodeRunner:
     def capture(self) -> None:
         """Capture every bucket; the GPU only."""
         self.captures = Captures(self.device)
-        for size in reversed(self.buckets):
-            self.captures.capture(size, functools.partial(self._step, size))
+        steps = {size: functools.partial(self._step, size) for size in reversed(self.buckets)}
+        for step in steps.values():
+            self.captures.rehearse(step)
+        for size, step in steps.items():
+            self.captures.capture(size, step)
 
     @torch.inference_mode()
     def store_tokens(self, slots: Sequence[int], token_ids: Tensor) -> None:

@@ -8,11 +8,15 @@ whatever is missed here is built there, later but no less right.
         builds.wait()
         builds.count, builds.seconds
 
-What a launch builds depends on its arguments' shapes, strides and dtypes, never on data. So both
-graphs run on meta tensors with the implementations of CUDA, at every size that a step may have; no
-kernel is launched, and what is not built yet is handed to the threads with the very arguments of
-that launch. It ends up in triton's own cache, where the real launch finds it. Most of a build
-(MLIR, LLVM, ptxas, the C compiler for a launcher) runs without Python's lock.
+What a launch builds depends on its arguments' shapes, strides and dtypes and on whether addresses
+are multiples of 16, as in every bucket (`prefill_inputs.ALIGNMENT`), never on data. So both graphs
+run on meta tensors with the implementations of CUDA, at every size that a step may have; no kernel
+is launched, and what is not built yet is handed to the threads with the very arguments of that
+launch. It ends up in triton's own cache, where the real launch finds it. Most of a build (MLIR,
+LLVM, ptxas, the C compiler for a launcher) runs without Python's lock.
+
+One engine of a process starts at a time: while another one's kernels are built or its graphs
+captured, a launch might meet a kernel that is not ready.
 
 Left to their first use: what an autotuner has to time (FLA's kernels of head dims, or on devices,
 whose choice `ops/fla_chunks.py` does not know), and entries that look at data (FLA's own, in eager
@@ -27,7 +31,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +78,10 @@ class StepSizes:
     vocab_limit: int
 
 
+class _Closed(BaseException):
+    """Nobody waits for the builds any more; no error of an op, which recording would survive."""
+
+
 class KernelBuilds:
     """Builds that are under way.
 
@@ -85,6 +93,7 @@ class KernelBuilds:
     def __init__(self, launch_all: Callable[[], None], gpu: int | None) -> None:
         self._start = self._end = time.perf_counter()
         self._builds: dict[tuple[Any, str], Future[None]] = {}
+        self._closed = False
         use_gpu = (lambda: None) if gpu is None else (lambda: torch.cuda.set_device(gpu))
         self._threads = ThreadPoolExecutor(
             min(MAX_THREADS, os.cpu_count() or 1), "kernel-build", initializer=use_gpu
@@ -115,14 +124,18 @@ class KernelBuilds:
         self.close()
 
     def close(self) -> None:
-        """Let go of the threads; builds that have not begun are left out."""
+        """Let go of the threads; builds that have not begun are left out, and nothing is recorded
+        any more."""
+        self._closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _record(self, launch_all: Callable[[], None]) -> None:
-        with _recording, recorded_launches(self._take), torch.inference_mode():
+        with suppress(_Closed), _recording, recorded_launches(self._take), torch.inference_mode():
             launch_all()
 
     def _take(self, function: Any, key: str, build: Callable[[], Any]) -> None:
+        if self._closed:
+            raise _Closed
         if (function, key) not in self._builds:
             self._builds[function, key] = self._threads.submit(self._build, build)
 

@@ -67,18 +67,24 @@ class PrefillRunner:
 
     @torch.inference_mode()
     def capture(self, buckets: Sequence[Bucket]) -> None:
-        """Capture these buckets; the GPU only."""
+        """Capture these buckets, if there are any; the GPU only."""
+        if not buckets:
+            return
         self.buckets = sorted(buckets)
         self.captures = Captures(self.device)
         inputs = {bucket: prefill_inputs([], bucket) for bucket in self.buckets}
         size = max(len(of_bucket.data) for of_bucket in inputs.values())
         storage = torch.zeros(size, dtype=torch.uint8, device=self.device)
         self._staging = _Staging(size, self.device)
+        steps = {}
         for bucket in reversed(self.buckets):
             of_bucket = inputs[bucket]
             there = self._static[bucket] = storage[: len(of_bucket.data)]
             there.copy_(of_bucket.tensor())
-            self.captures.capture(bucket, functools.partial(self._step, of_bucket.views(there)))
+            steps[bucket] = functools.partial(self._step, of_bucket.views(there))
+            self.captures.rehearse(steps[bucket])
+        for bucket, step in steps.items():
+            self.captures.capture(bucket, step)
 
     def bucket(self, rows: Sequence[Row]) -> Bucket | None:
         """The smallest captured bucket that holds these rows; None: they run at exact sizes."""

@@ -363,6 +363,7 @@ def test_a_digest_of_every_source_file(tmp_path: Path, monkeypatch: pytest.Monke
         assert before is not None and after is not None and before != after
     (package / "inner" / "b.py").rename(package / "b.py")
     assert graph_cache.source_digest(package, 3e12) != after
+    assert graph_cache.source_digest(tmp_path / "nowhere", 3e12) is None
     (package / "notes.txt").write_text("no source")
     assert graph_cache.source_digest(package, 4e12) == graph_cache.source_digest(package, 3e12)
 
@@ -451,6 +452,11 @@ BROKEN: list[Callable[[str], str]] = [
     lambda text: text.replace('"float32"', '"float"'),
     lambda text: text.replace('"float32"', '"nn"'),
     lambda text: text.replace('"name": "canonicalize"', '"names": "canonicalize"'),
+    # what would become code, or call what no graph calls
+    lambda text: text.replace('"placeholder", "positions"', '"placeholder", "positions=print()"'),
+    lambda text: text.replace('"get_attr", "norm.weight"', '"get_attr", "norm.weights"'),
+    lambda text: text.replace('"call_function", "operator.getitem"', '"call_method", "clone"'),
+    lambda text: text.replace("minivllm.silu_mul.default", "_test.get_first.default"),
 ]
 
 

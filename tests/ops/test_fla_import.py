@@ -32,7 +32,7 @@ FILES = {
 
 PROGRAM = """
 import sys
-from minivllm.ops.fla import prepare
+from minivllm.ops.fla import _prepare, prepare
 
 prepare()
 import fla.utils
@@ -43,7 +43,7 @@ print(fla.models.__name__, fla.layers.__name__)
 # somebody was here before
 for name in [name for name in sys.modules if name.split(".")[0] == "fla"]:
     del sys.modules[name]
-prepare.cache_clear()
+_prepare.cache_clear()
 import fla
 prepare()
 print(fla.layers.__name__, fla.models.__name__, fla.utils.FLA_DISABLE_TENSOR_CACHE)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 
-from minivllm.runtime.prefill_runner import prefill_buckets
+import torch
+
+from minivllm.runtime.prefill_runner import PrefillRunner, prefill_buckets
 
 
 def test_buckets_hold_what_can_run_at_once() -> None:
@@ -17,3 +19,11 @@ def test_buckets_hold_what_can_run_at_once() -> None:
     assert max(b.tokens for b in prefill_buckets(100, 256)) == 64
     lone = [b.tokens for b in buckets if b.seqs == 2]
     assert all(b <= max(a + 512, 64) for a, b in itertools.pairwise(lone))
+
+
+def test_without_buckets_nothing_is_captured() -> None:
+    """As of an engine whose steps take fewer tokens than the smallest."""
+    assert prefill_buckets(8, 4) == []
+    runner = PrefillRunner(None, torch.device("cpu"))  # type: ignore[arg-type]
+    runner.capture([])
+    assert runner.captures is None and runner.bucket([]) is None

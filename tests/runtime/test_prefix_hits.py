@@ -102,7 +102,7 @@ def test_every_budget(budget: int, build: Builder, llm: LLM) -> None:
         check_miss_and_hit(build, llm, ids_of(length))
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("part", range(8))
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_every_length_with_every_budget(budget: int, part: int, build: Builder, llm: LLM) -> None:

@@ -162,6 +162,22 @@ def test_a_state_that_another_node_touches(
     assert miss.reason == "the state may be written by a kernel that still runs"
 
 
+def test_slots_that_a_kernel_computes(source: Graph, context: PassContext) -> None:
+    """A kernel in front may still be about to write them."""
+    graph = on_slots(source, context, two_layers)
+    first, _ = graph.nodes(RULE)
+    slots = first.args[-1]
+    with graph.fx.inserting_before(first):
+        clone = graph.call(aten.clone.default, slots, like=first)
+    first.args = (*first.args[:-1], clone)
+    context = dataclasses.replace(context, misses=Misses())
+    assert PrefetchStates().run(graph, context) == ["layers.1.recurrent"]
+    assert [early(node) for node in graph.nodes(RULE)] == [False, True]
+    (miss,) = context.misses.noted
+    assert miss.site == "layers.0.recurrent"
+    assert miss.reason == "a kernel that still runs may compute it"
+
+
 @pytest.mark.parametrize("name", ["hidden", "gathered"])
 def test_a_graph_without_its_pattern(source: Graph, context: PassContext, name: str) -> None:
     graph = toy(source, Builder.hidden if name == "hidden" else two_layers, "decode")
