@@ -127,7 +127,7 @@ def relative_rms(x: Tensor, reference: Tensor) -> float:
 def measure(name: str, device: torch.device, tokens: int) -> list[dict[str, Any]]:
     """Of each window and each dtype of the states, the errors of logits and states."""
     config, weights = preset(name)
-    ends = [end for end in ENDS if end <= min(tokens, config.max_position_embeddings)]
+    ends = [end for end in ENDS if end <= tokens]
     generator = torch.Generator().manual_seed(0)
     shape = (SEQUENCES, ends[-1])
     ids = torch.randint(config.vocab_size, shape, generator=generator).tolist()

@@ -38,7 +38,11 @@ BUDGETS = [1, 7, 16, 63, 64, 65, 512]
 
 @pytest.fixture(scope="module", params=KINDS)
 def build(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Builder:
-    return Builder(checkpoint(tmp_path_factory.mktemp("small")), *request.param, tolerance=1e-5)
+    # Of two tokens the logits are ill-conditioned: a change of the weights by 1e-6 moves them by
+    # 2e-4 of the largest, ten times as much as with other lengths. So one ulp of float32 in a
+    # product, which a GPU's library sums in another order for another number of rows, is 1.3e-5.
+    tolerance = 1e-5 if request.param[0] == "cpu" else 3e-5
+    return Builder(checkpoint(tmp_path_factory.mktemp("small")), *request.param, tolerance)
 
 
 @pytest.fixture(scope="module")
