@@ -4,7 +4,7 @@ Owns the reduction. Does not own what it is for: without data, a call depends on
 strides and dtypes of its arguments alone, so the calls that are left launch the same kernels as
 all of them did (`runtime/kernel_builds.py`). Layers of one type fall together.
 
-    small = skeleton(graph, leaves, inputs)       # the 0.8B's decode: 840 nodes become some 80
+    small = skeleton(graph, leaves, inputs)       # the 0.8B's decode: 840 nodes become 60
 """
 
 from __future__ import annotations
