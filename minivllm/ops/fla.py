@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 CHUNK_SIZE = 64
-SOLVE_BLOCK = 16  # rows that FLA solves at once; it writes no blocks above the diagonal's
 EXTENSIONS = ("fla.layers", "fla.models")  # which `import fla` does without if they are missing
 
 
@@ -125,8 +124,8 @@ def padded_chunk_metadata(
 
     The surplus tokens belong to the last sequence, the padding sequence; those between it and the
     given ones are empty. A surplus row of `chunk_indices` names the chunk behind the last
-    sequence's last one, which every kernel skips (`fla_chunks`): no index is negative, and no
-    chunk is computed twice.
+    sequence's last one, which every kernel skips (`chunked_delta_rule`): no index is
+    negative, and no chunk is computed twice.
 
     Args:
         lengths: tokens of each sequence.

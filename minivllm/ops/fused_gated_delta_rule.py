@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minivllm.ops import fla, gated_delta_rule
+from minivllm.ops.chunked_delta_rule import delta_rule_by_chunks
 from minivllm.ops.examples import columns, vector
-from minivllm.ops.fla_chunks import delta_rule_by_chunks
 from minivllm.ops.op import HALF_DTYPES, Implementation, define_op
 
 L2_EPS = 1e-6

@@ -51,7 +51,8 @@ def define_varlen(
         initial_state: `[N, HV, V, K]`.
         cu_seqlens: `[N + 1]`, int32: where each sequence starts; the last entry is T.
         chunk_indices: `[chunks, 2]`, int32 (sequence, chunk of 64 in it), which kernels need; rows
-            behind the last chunk's may name chunks past their sequence's end (`fla_chunks`).
+            behind the last chunk's may name chunks past their sequence's end
+            (`chunked_delta_rule`).
 
     Returns:
         o `[T, HV, V]` in v's dtype, and the states after the last token, in initial_state's.

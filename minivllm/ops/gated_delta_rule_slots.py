@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from minivllm.ops import fla, gated_delta_rule
+from minivllm.ops.chunked_delta_rule import delta_rule_by_chunks
 from minivllm.ops.examples import pool, scattered_slots
-from minivllm.ops.fla_chunks import delta_rule_by_chunks
 from minivllm.ops.fused_gated_delta_rule import (
     PREFILL_TOLERANCE,
     TOLERANCE,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -60,6 +61,10 @@ from minivllm.runtime.warmup import (
 logger = logging.getLogger(__name__)
 
 CONTEXT_PER_TOKEN = 8  # tokens of history that a step's prompts may have for each new one
+# With a workspace cuBLAS shares out the tiles of large products by a counter, and sets that to zero
+# before each one: a node more in a graph, 4 us of a prefill and 2 us of its launch. Read by torch
+# at its first product; whoever sets it first decides.
+NO_CUBLAS_WORKSPACE = ("CUBLAS_WORKSPACE_CONFIG", ":0:0")
 GRAPH_BYTES = 8 * 2**20  # of one captured bucket beside its share of activations: an allowance
 
 
@@ -90,7 +95,9 @@ class Built:
 
 
 def build(options: EngineConfig) -> Built:
-    """Build everything that `options` describe; on a CPU it sets torch's number of threads.
+    """Build everything that `options` describe.
+
+    It sets torch's number of threads on a CPU, and on CUDA cuBLAS's workspace.
 
     Raises:
         UserError: a model that cannot be loaded, an option that cannot be honoured, or too little
@@ -104,6 +111,8 @@ def build(options: EngineConfig) -> Built:
         read_ahead(folder)  # from disk, while the graphs are compiled
     if device.type == "cpu":
         torch.set_num_threads(resolve_num_threads(options.runtime, config))
+    else:
+        os.environ.setdefault(*NO_CUBLAS_WORKSPACE)
     if dtype == torch.float32 and device.type == "cuda":
         # float32 means float32: products must not be rounded to TF32
         torch.set_float32_matmul_precision("highest")

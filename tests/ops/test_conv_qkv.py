@@ -6,7 +6,6 @@ What holds for every op is in `test_ops.py`; what the kernel computes, in the in
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -76,32 +75,12 @@ def test_other_heads_compile(heads: tuple[int, ...], compiled: Any) -> None:  # 
     assert k.local == k.stack == 0, k
 
 
-def test_the_gates_alone_compile(compiled: Any) -> None:  # noqa: F811
-    """Rows that are normalized are not touched: what is left is a fraction of the code."""
-    launch = kernel("fla_inputs", "fla_inputs")
-
-    def launches(normalized: bool) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-        shapes = Shapes(model_config("miniqwen08b"), torch.bfloat16, "meta")
-        for lengths in ((512,), (3000, 1, 70)):
-            q, k, v, *gates = shapes.recurrent_rows(sum(lengths))
-            rows = (x.contiguous() if normalized else x for x in (q, k, v))
-            metadata = (x.to("meta") for x in chunk_metadata(lengths))
-            yield launch, (*rows, *gates, *metadata, normalized)
-
-    for capability in (90, 80):
-        (alone,), (whole,) = (compiled(capability, launches(n)) for n in (True, False))
-        assert alone.name == whole.name == "_inputs_kernel"
-        assert alone.local == alone.stack == 0 and alone.registers <= 64, alone
-        assert "ld.global.v4" in whole.ptx and "ld.global.v4" not in alone.ptx
-        assert "rsqrt" in whole.ptx and "rsqrt" not in alone.ptx
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("lengths", [(512,), (1,), (300, 0, 77, 64)], ids=str)
 @pytest.mark.parametrize("model", ["miniqwen08b", "tiny"])
 def test_every_bit_of_the_convolution_and_the_copies(model: str, lengths: tuple[int, ...]) -> None:
-    """The pair gives FLA what the two kernels gave it apart: the same sums in the same order."""
+    """In one launch what two give apart: the same sums in the same order."""
     torch.manual_seed(0)
     shapes, tokens = Shapes(model_config(model), torch.bfloat16, "cuda"), sum(lengths) + 9
     c, seqs = shapes.config, len(lengths) + 1
@@ -111,18 +90,16 @@ def test_every_bit_of_the_convolution_and_the_copies(model: str, lengths: tuple[
     computed = torch.tensor([64, 0, 3, 0][:seqs], dtype=torch.int32)
     places = [x.to("cuda") for x in (slots, computed, *metadata)]
     x, weight = shapes.mixer_row(tokens)[0], shapes.random(c.conv_dim, 4)
-    *_, a, b, A_log, dt_bias = shapes.recurrent_rows(tokens)
     pool, _ = shapes.pools(seqs + 1)
     pools = pool.clone(), pool.clone()
-    inputs, keys = kernel("fla_inputs", "fla_inputs"), heads[0] * heads[1]
+    keys = heads[0] * heads[1]
 
     y = kernel("causal_conv1d", "causal_conv1d_prefill_slots")(x, weight, pools[0], *places)
     q, k, v = y.split([keys, keys, c.value_dim], dim=-1)
     rows: list[Tensor] = [t.unflatten(-1, (-1, heads[1])) for t in (q, k)]
     rows.append(v.unflatten(-1, (-1, heads[2])))
-    expected = inputs(*rows, a, b, A_log, dt_bias, *places[2:])
-    qkv = QKV(x, weight, pools[1], *places, *heads)
-    actual = inputs(*qkv, a, b, A_log, dt_bias, *places[2:], True)
-    for name in ("q", "k", "v", "decay", "beta"):
-        assert torch.equal(getattr(actual, name), getattr(expected, name)), name
+    expected = kernel("unit_rows", "unit_rows")(*rows)
+    actual = QKV(x, weight, pools[1], *places, *heads)
+    for one, other in zip(actual, expected, strict=True):
+        assert torch.equal(one, other)
     assert torch.equal(pools[0][1:], pools[1][1:])

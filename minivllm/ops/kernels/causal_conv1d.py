@@ -17,9 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from minivllm.ops.fla import CHUNK_SIZE
-from minivllm.ops.kernels.fla_inputs import unit_rows
 from minivllm.ops.kernels.launch import let_next_start, pdl, wait_for_inputs
 from minivllm.ops.kernels.numerics import rows_of
+from minivllm.ops.kernels.unit_rows import unit
 
 MINUS_LOG2_E = tl.constexpr(-math.log2(math.e))
 DECODE_BLOCK_C = 128  # channels a program
@@ -185,7 +185,7 @@ def _convolve(
             value = _silu(total).to(y.dtype.element_ty)
             if HEADS > 0:
                 rows = tl.reshape(_widened(value), (HEADS, value.shape[0] // HEADS))
-                value = tl.reshape(unit_rows(rows), value.shape).to(y.dtype.element_ty)
+                value = tl.reshape(unit(rows), value.shape).to(y.dtype.element_ty)
             tl.store(y + at.to(tl.int64) * C + c, value, mask=c < inside)
         inputs = inputs[AHEAD:]
 
@@ -253,8 +253,10 @@ def _qkv_prefill_kernel(
     RUN: tl.constexpr,
     AHEAD: tl.constexpr,
     BLOCK_W: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Programs of q come first, those of k, those of v; none has channels of two of them."""
+    wait_for_inputs(PDL)
     BLOCKS: tl.constexpr = (KEY_HEADS + HEADS - 1) // HEADS  # of q, and of k
     KEYS: tl.constexpr = KEY_HEADS * K
     block = tl.program_id(0)
@@ -400,5 +402,6 @@ def causal_conv1d_qkv_prefill_slots(
         AHEAD=QKV_AHEAD,
         BLOCK_W=triton.next_power_of_2(taps),
         num_warps=max(QKV_WARPS, block * x.element_size() // WARP_BYTES),
+        **pdl(),
     )
     return q, k, v

@@ -1,9 +1,9 @@
-"""Kernel of `ops/fla_chunks.py`: the state before each chunk, from a pool of states and back to it.
+"""Kernel of `ops/chunked_delta_rule.py`: the state before each chunk, from a pool and back to it.
 
 It stands in for FLA's kernel of this stage, which knows no slots: reads a sequence's state where
 it lies, writes it there, and leaves snapshots of it on the way. A program goes through all chunks
 of a sequence, for some value rows of one head; the state stays in its accumulators. For the
-chunk's tokens i, with w, u (FLA's `write` stage) and the summed log decays g:
+chunk's tokens i, with w and u (`kernels/chunk_wy.py`) and the summed log decays g:
 
     before = S;   c_i = u_i - S w_i;   S = exp(g_last) S + sum_i exp(g_last - g_i) c_i k_i^T
 """
@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minivllm.ops.fla import CHUNK_SIZE
-from minivllm.ops.kernels.launch import is_hopper
+from minivllm.ops.kernels.launch import is_hopper, pdl, wait_for_inputs
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,13 @@ def _state_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     head = tl.program_id(1)
     n = tl.program_id(2)
     start = tl.load(cu_seqlens + n).to(tl.int64)
     length = tl.load(cu_seqlens + n + 1) - start.to(tl.int32)
+    wait_for_inputs(PDL)
     if length > 0:
         dtype: tl.constexpr = k.dtype.element_ty
         first = tl.load(chunk_offsets + n).to(tl.int64)
@@ -192,5 +194,6 @@ def chunk_states(
         BLOCK_V=tile.rows,
         STAGES=stages_of(tile, block_k, k.element_size()),
         num_warps=tile.num_warps,
+        **pdl(),
     )
     return before, corrections

@@ -1,8 +1,8 @@
-"""Packed sequences in buffers of a fixed size: the indices, and FLA's kernels driven over them.
+"""Packed sequences in buffers of a fixed size: the indices, and the chunked rule over them.
 
-What needs no GPU: the padded indices; the ops' torch forms over them; the kernel in front of FLA's
-in triton's interpreter (`interpreted_fla_inputs.py`) and compiled to machine code. On a GPU: FLA's
-kernels against the op's definition, and captured replays against exact, uncaptured calls.
+What needs no GPU: the padded indices; the ops' torch forms over them; our kernels in triton's
+interpreter (`interpreted_chunks.py`) and compiled to machine code. On a GPU: all of them, with
+FLA's, against the op's definition, and captured replays against exact, uncaptured calls.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from torch import Tensor
 
 from bench.kernels import Shapes, model_config
 from minivllm.ops import OPS
+from minivllm.ops.chunked_delta_rule import output_kernel
 from minivllm.ops.fla import CHUNK_SIZE, chunk_metadata, max_chunks, padded_chunk_metadata
-from minivllm.ops.fla_chunks import stages
 from minivllm.ops.kernels import kernel
 from minivllm.ops.op import is_importable
 
@@ -187,7 +187,7 @@ def test_the_kernels_in_the_interpreter() -> None:
     pytest.importorskip("triton")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-x"]
     done = subprocess.run(
-        [*command, str(HERE / "interpreted_fla_inputs.py")],
+        [*command, str(HERE / "interpreted_chunks.py")],
         cwd=HERE.parents[1],
         env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
@@ -222,13 +222,11 @@ def gpu(*more: Any) -> Any:
 
 
 @gpu()
-def test_the_kernels_take_what_they_are_given() -> None:
+def test_the_kernel_takes_what_it_is_given() -> None:
     """FLA's kernels are internal to it: another version may name its arguments otherwise."""
-    solve, write, output = (set(kernel.arg_names) for kernel in stages())
-    common = {"k", "g", "cu_seqlens", "T", "H", "HV", "K", "BT"}
-    assert {*common, "beta", "A", "chunk_indices", "BC"} <= solve
-    assert {*common, "v", "beta", "w", "u", "A", "chunk_indices", "V", "BK", "BV"} <= write
-    assert {*common, "q", "v", "h", "g_gamma", "o", "chunk_indices", "scale"} <= output
+    rows = {"q", "k", "v", "h", "g", "g_gamma", "o", "cu_seqlens", "chunk_indices", "scale"}
+    sizes = {"T", "H", "HV", "K", "V", "BT", "BK", "BV", "STATE_V_FIRST"}
+    assert rows | sizes <= set(output_kernel().arg_names)
 
 
 @gpu()
@@ -292,20 +290,23 @@ def test_replays_are_exact_calls(name: str, poisoned: None) -> None:
         assert torch.equal(state[1:], exact_state[1:]), lengths
 
 
-def test_the_kernel_compiles(compiled: Any) -> None:  # noqa: F811
+@pytest.mark.parametrize("name", ["unit_rows", "chunk_wy"])
+def test_the_kernels_compile(name: str, compiled: Any) -> None:  # noqa: F811
     """To machine code of both architectures: one variant for a model, whatever the lengths."""
-    launch = kernel("fla_inputs", "fla_inputs")
+    launch = kernel(name, name)
 
     def launches(model: str) -> Iterator[tuple[Any, tuple[Any, ...]]]:
         shapes = Shapes(model_config(model), torch.bfloat16, "meta")
         for lengths in ((512,), (3000, 1, 70)):
+            q, k, v, *gates = shapes.recurrent_rows(sum(lengths))
             metadata = (x.to("meta") for x in chunk_metadata(lengths))
-            yield launch, (*shapes.recurrent_rows(sum(lengths)), *metadata)
+            yield launch, (q, k, v) if name == "unit_rows" else (k, v, *gates, *metadata)
 
     for capability, model in ((90, "miniqwen08b"), (80, "miniqwen08b"), (90, "tiny")):
         (found,) = compiled(capability, launches(model))
-        assert found.name == "_inputs_kernel" and found.local == found.stack == 0, found
-        assert found.registers <= 128, found
+        assert found.local == found.stack == 0, found
+        assert found.registers <= {"unit_rows": 64, "chunk_wy": 255}[name], found
+        assert found.shared <= 99 * 1024, found
 
 
 def test_the_state_kernel_compiles(compiled: Any) -> None:  # noqa: F811
@@ -357,11 +358,10 @@ def test_the_state_kernel_fits_at_any_tile(
 def test_other_head_dims_compile(compiled: Any) -> None:  # noqa: F811
     """Keys and values of different dims, and value heads that share a key head."""
     examples = OPS["fused_gated_delta_rule_prefill"].examples(torch.Generator(), torch.float16)
-    launches = [
-        (
-            kernel("fla_inputs", "fla_inputs"),
-            tuple(x.to("meta") for x in (*rows[:7], *rows[8:])),
-        )
-        for rows in examples
-    ]
+    launches = []
+    for rows in examples:
+        q, k, v, *gates, _, cu_seqlens, chunk_indices = (x.to("meta") for x in rows)
+        launches.append((kernel("unit_rows", "unit_rows"), (q, k, v)))
+        wy = (k, v, *gates, cu_seqlens, chunk_indices)
+        launches.append((kernel("chunk_wy", "chunk_wy"), wy))
     assert compiled(90, iter(launches))

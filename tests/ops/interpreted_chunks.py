@@ -1,11 +1,12 @@
-"""The kernels around FLA's, and the convolution over padded indices, in the interpreter.
+"""The chunked delta rule's kernels, and the convolution over padded indices, in the interpreter.
 
-Run by `test_fla_chunks.py`, in a process of its own.
+Run by `test_chunked_delta_rule.py`, in a process of its own.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import chunk_state_arguments as states
 import pytest
@@ -17,11 +18,11 @@ from torch import Tensor
 
 from minivllm.ops import OPS
 from minivllm.ops.examples import pool, scattered_slots
-from minivllm.ops.fla import CHUNK_SIZE, SOLVE_BLOCK, max_chunks, padded_chunk_metadata
+from minivllm.ops.fla import CHUNK_SIZE, max_chunks, padded_chunk_metadata
 from minivllm.ops.fused_gated_delta_rule import example_rows, unfolded
 from minivllm.ops.kernels import kernel
 
-assert triton.knobs.runtime.interpret, "run by test_fla_chunks.py"
+assert triton.knobs.runtime.interpret, "run by test_chunked_delta_rule.py"
 
 LENGTHS = ((1,), (64, 3), (5, 0, 129, 1), (0, 70), ())
 
@@ -38,63 +39,69 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", filled)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("key_heads", [1, 2, 4])
-@pytest.mark.parametrize("surplus", [0, 30, 70])
-@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-def test_inputs(lengths: tuple[int, ...], surplus: int, key_heads: int) -> None:
-    tokens, seqs = sum(lengths) + surplus, len(lengths) + 2
-    rows = example_rows(torch.Generator().manual_seed(0), torch.float32, tokens, key_heads)
-    metadata = padded_chunk_metadata(lengths, tokens, seqs, max_chunks(tokens, seqs) + 2)
-    x = kernel("fla_inputs", "fla_inputs")(*rows, *metadata)
-    q, k, v, g, beta = unfolded(*rows)
-    for actual, expected in ((x.q, q), (x.k, k), (x.v, v), (x.beta, beta)):
-        assert_near(actual, expected, 1e-6)
-    cu_seqlens, chunk_indices = metadata
-    bounds = cu_seqlens.tolist()
-    for n, (start, end) in enumerate(itertools.pairwise(bounds)):
+def test_unit_rows(key_heads: int, dtype: torch.dtype) -> None:
+    """Of column slices; in half precision each is rounded once."""
+    for tokens in (0, 1, 40):
+        rows = example_rows(torch.Generator().manual_seed(0), dtype, tokens, key_heads)
+        q, k, v, *_ = unfolded(*(x.double() for x in rows))
+        actual = kernel("unit_rows", "unit_rows")(*rows[:3])
+        for x, expected in zip(actual, (q, k, v), strict=True):
+            assert x.dtype == dtype and x.is_contiguous()
+            torch.testing.assert_close(x.double(), expected, rtol=torch.finfo(dtype).eps, atol=1e-7)
+
+
+def wy_definition(
+    k: Tensor, v: Tensor, g: Tensor, beta: Tensor, bounds: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """w `[T, HV, K]` and u `[T, HV, V]`, in float64, by a solver of triangular systems."""
+    k = k.double().repeat_interleave(v.shape[1] // k.shape[1], dim=1)
+    w, u = torch.zeros_like(k), torch.zeros_like(v, dtype=torch.float64)
+    for start, end in itertools.pairwise(bounds):
         for at in range(start, end, CHUNK_SIZE):
             part = slice(at, min(at + CHUNK_SIZE, end))
-            assert_near(x.decay[part].exp2(), g[part].cumsum(0).exp(), 1e-6)
-        if end == start:
-            assert x.chunk_offsets[n] == -7, "FLA reads nothing there"
-        else:
-            assert chunk_indices[x.chunk_offsets[n]].tolist() == [n, 0]
-        block = torch.arange(CHUNK_SIZE) // SOLVE_BLOCK
-        own = block[torch.arange(end - start) % CHUNK_SIZE]
-        above = (block[None] > own[:, None])[:, None].expand(-1, v.shape[1], -1)
-        inverse = x.inverse[start:end]
-        assert (inverse[above] == 0).all() and inverse[~above].isnan().all()
+            keys, values = k[part].transpose(0, 1), v[part].double().transpose(0, 1)
+            decay, write = g[part].double().cumsum(0).T, beta[part].double().T
+            since = (decay[:, :, None] - decay[:, None]).exp()
+            system = (write[:, :, None] * since * (keys @ keys.mT)).tril(-1)
+            system += torch.eye(system.shape[-1], dtype=system.dtype)
+
+            def solved(x: Tensor, system: Tensor = system) -> Tensor:
+                return torch.linalg.solve_triangular(system, x, upper=False).transpose(0, 1)
+
+            w[part] = solved((write * decay.exp())[..., None] * keys)
+            u[part] = solved(write[..., None] * values)
+    return w, u
 
 
-@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-def test_what_is_normalized_stays_where_it_is(lengths: tuple[int, ...]) -> None:
-    """q, k and v are handed on, or made contiguous; all else is as it is without."""
-    tokens, seqs = sum(lengths) + 70, len(lengths) + 2
-    rows = example_rows(torch.Generator().manual_seed(0), torch.float32, tokens, 2)
+@pytest.mark.parametrize("key_heads", [1, 4])
+@pytest.mark.parametrize("alike", [False, True], ids=["random keys", "one key"])
+@pytest.mark.parametrize("lengths", [*LENGTHS, (130,)], ids=str)
+def test_wy(lengths: tuple[int, ...], alike: bool, key_heads: int) -> None:
+    """Padded; the hardest system has one key all along that is written in full and never decays."""
+    tokens, seqs = sum(lengths) + 30, len(lengths) + 2
+    q, k, v, a, b, A_log, dt_bias = (
+        x.clone()
+        for x in example_rows(torch.Generator().manual_seed(0), torch.float32, tokens, key_heads)
+    )
+    if alike:
+        k[:], a[:], b[:] = k[0].clone(), -9, 9
     metadata = padded_chunk_metadata(lengths, tokens, seqs, max_chunks(tokens, seqs) + 2)
-    launch = kernel("fla_inputs", "fla_inputs")
-    own = tuple(t.contiguous() for t in rows[:3])
-    expected = launch(*rows, *metadata)
-    for given in (rows[:3], own):
-        x = launch(*given, *rows[3:], *metadata, True)
-        for actual, t in zip(x[:3], given, strict=True):
-            assert torch.equal(actual, t) and actual.is_contiguous()
-            assert (actual.data_ptr() == t.data_ptr()) == (given is own)
-        for actual, wanted in zip(x[3:], expected[3:], strict=True):
-            torch.testing.assert_close(actual, wanted, rtol=0, atol=0, equal_nan=True)
-
-
-def test_half_precision_rounds_once() -> None:
-    rows = example_rows(torch.Generator().manual_seed(0), torch.float16, 67, 2)
-    x = kernel("fla_inputs", "fla_inputs")(*rows, *padded_chunk_metadata((67,), 67, 1, 2))
-    q, k, v, g, _ = unfolded(*rows)
-    assert x.q.dtype == x.k.dtype == x.v.dtype == x.inverse.dtype == torch.float16
-    assert x.decay.dtype == x.beta.dtype == torch.float32
-    assert torch.equal(x.v, v)
-    for actual, expected in ((x.q, q), (x.k, k)):
-        torch.testing.assert_close(actual, expected, rtol=2**-10, atol=2**-14)
-    assert_near(x.beta, rows[4].float().sigmoid(), 1e-6)
-    assert_near(x.decay[64:].exp2(), g[64:].cumsum(0).exp(), 1e-6)
+    _, k, v, g, beta = unfolded(q, k, v, a, b, A_log, dt_bias)
+    cu_seqlens, chunk_indices = metadata
+    wy = kernel("chunk_wy", "chunk_wy")(k, v, a, b, A_log, dt_bias, *metadata)
+    w, u = wy_definition(k, v, g, beta, cu_seqlens.tolist())
+    assert_near(wy.w, w.float(), 2e-6)
+    assert_near(wy.u, u.float(), 2e-6)
+    for n, (start, end) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
+        for at in range(start, end, CHUNK_SIZE):
+            part = slice(at, min(at + CHUNK_SIZE, end))
+            assert_near(wy.decay[part].exp2(), g[part].cumsum(0).exp(), 1e-6)
+        if end == start:
+            assert wy.chunk_offsets[n] == -7, "nothing is read there"
+        else:
+            assert chunk_indices[wy.chunk_offsets[n]].tolist() == [n, 0]
 
 
 @pytest.mark.parametrize("key_heads", [1, 2, 4])
