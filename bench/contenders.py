@@ -146,7 +146,8 @@ class GraphContender:
         if stock_mode is not None:
             graphs = self.runner.graphs
             separate_states(list(graphs.values()), compiled.decode.states)
-            self.prefiller = PrefillRunner(stock(graphs["prefill"], stock_mode), model.device)
+            prefill = stock(graphs["prefill"], stock_mode)
+            self.prefiller = PrefillRunner(prefill, model.device, self.runner.newest)
             self.runner.decoder.decode = stock(graphs["decode"], stock_mode)
         if capture:
             fitting = prefill_buckets(PREFILL_TOKENS, largest)
@@ -161,13 +162,12 @@ class GraphContender:
 
     @torch.inference_mode()
     def start(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Sequence i has slot i + 1; as many prompts run together as a step holds."""
+        """Sequence i has slot i + 1, where its prefill leaves the first token; as many prompts run
+        together as a step holds."""
         rows = [self._row(p, i + 1, self.sizes.blocks) for i, p in enumerate(prompts)]
         together = max(1, PREFILL_TOKENS // max(map(len, prompts)))
         for at in range(0, len(rows), together):
-            part = rows[at : at + together]
-            tokens = self.runner.prefill(part).argmax(-1)
-            self.runner.decoder.store_tokens([r.slot for r in part], tokens)
+            self.runner.prefill(rows[at : at + together])
 
     @torch.inference_mode()
     def decode(self, batch: int, steps: int) -> float:

@@ -1,8 +1,9 @@
 """Loads on an engine, and the field's numbers of them.
 
 Owns what requests come and what is measured; `latency.py` and `throughput.py` choose among them.
-All go through `engine.step()`: greedy unless asked otherwise, prompts of token ids that are random
-and never repeated (save in `prefix`), no end of text before the asked length.
+All go through `llm.queue_request` and `engine.step()`: greedy unless asked otherwise, prompts of
+token ids that are random and never repeated (save in `prefix`), no end of text before the asked
+length.
 
 | workload | requests | |
 |---|---|---|
@@ -37,7 +38,6 @@ from minivllm import LLM, SamplingParams
 from minivllm.config import option
 from minivllm.errors import UserError
 from minivllm.runtime.generation import Generation
-from minivllm.runtime.inputs import Prompt
 
 LATENCY = ("decode", "ttft", "prefix")
 THROUGHPUT = ("prefill", "nano_vllm", "random")
@@ -119,7 +119,8 @@ class Load:
     """
 
     def __init__(self, llm: LLM, options: ServingOptions, samples: Samples) -> None:
-        self.engine, self.options, self.samples = llm.engine, options, samples
+        self.llm, self.engine = llm, llm.engine
+        self.options, self.samples = options, samples
         self.random = random.Random(options.seed)
 
     def run(self, name: str) -> None:
@@ -161,7 +162,10 @@ class Load:
 
     def _add(self, request: Request, temperature: float = 0.0) -> Generation:
         params = SamplingParams(temperature=temperature, max_tokens=request.tokens, ignore_eos=True)
-        return self.engine.add_request(Prompt(request.prompt), params)
+        start = time.perf_counter()
+        generation = self.llm.queue_request(request.prompt, params, None)
+        generation.started = start  # before its prompt was checked
+        return generation
 
     def _step(self, served: Served) -> None:
         generations = self.engine.step()

@@ -54,17 +54,16 @@ class BlockManager:
     def allocate(self, count: int) -> list[int]:
         """`count` blocks, each owned once; cached ones are given up only when no blank is left."""
         assert count <= self.num_free, f"{count} blocks asked for, {self.num_free} free"
-        return [self._take() for _ in range(count)]
-
-    def _take(self) -> int:
-        if self._blank:
-            block = self._blank.popleft()
-        else:
+        blank, refs = self._blank, self._refs
+        blocks = [blank.popleft() for _ in range(min(count, len(blank)))]
+        while len(blocks) < count:
             block, _ = self._evictable.popitem(last=False)
             self._forget(block)
             self.evictions += 1
-        self._refs[block] = 1
-        return block
+            blocks.append(block)
+        for block in blocks:
+            refs[block] = 1
+        return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
         """One more owner for each: blocks that `match` found, or that another request owns."""
@@ -75,11 +74,12 @@ class BlockManager:
 
     def free(self, blocks: Sequence[int]) -> None:
         """One owner less for each; the tail first, so that a chain is evicted from its tail."""
+        refs, digests = self._refs, self._digest_of
         for block in reversed(blocks):
-            assert self._refs[block] > 0, f"block {block} is freed more often than it was owned"
-            self._refs[block] -= 1
-            if self._refs[block] == 0:
-                if block in self._digest_of:
+            assert refs[block] > 0, f"block {block} is freed more often than it was owned"
+            refs[block] -= 1
+            if refs[block] == 0:
+                if block in digests:
                     self._evictable[block] = None
                 else:
                     self._blank.append(block)

@@ -1,11 +1,12 @@
 """The decode graph over static buffers, in buckets of rows: captured into CUDA Graphs on a GPU.
 
 Owns buckets, padding and the static inputs. Does not own the graph (`compiler/bind`), the kernels
-around it (`ops/decode_step`), CUDA Graphs (`captures`) nor who decodes.
+around it (`ops/decode_step`), the tokens that steps begin with (`newest_tokens`), CUDA Graphs
+(`captures`) nor who decodes.
 
-    decoder = DecodeRunner(executable, device, max_num_seqs=256, num_slots=257, max_blocks=32)
+    decoder = DecodeRunner(executable, device, newest_tokens, max_num_seqs=256, max_blocks=32)
     decoder.capture()
-    decoder.store_tokens([3], torch.tensor([5]))
+    newest_tokens.store([3], torch.tensor([5]))
     logits = decoder.run(positions=[12], slots=[3], blocks=[[7]])
 
 A step runs in the smallest bucket that holds its rows. Padding rows are token 0 at position 0 of
@@ -26,9 +27,10 @@ import torch
 from torch import Tensor
 
 from minivllm.compiler.bind import Executable
-from minivllm.ops.decode_step import DECODE_INPUTS, GREEDY_TOKENS
+from minivllm.ops.decode_step import DECODE_INPUTS
 from minivllm.ops.paged_attention import BLOCK_SIZE
 from minivllm.runtime.captures import Captures
+from minivllm.runtime.newest_tokens import NewestTokens
 
 ROWS = ("positions", "state_slots")  # of the buffer that a step's one copy fills
 
@@ -45,19 +47,18 @@ class DecodeRunner:
     Args:
         decode: the bound decode graph.
         device: what it is bound to.
+        newest: each slot's token; a step takes its rows' from there and leaves the next there.
         max_num_seqs: rows of the largest bucket.
-        num_slots: S, slot 0 (of padding rows) included.
         max_blocks: B.
-        vocab_limit: ids from here on (a padded head's) are never chosen; None: there are none.
         implementations: op name to the implementation forced on it.
         checked: assert before every run that the inputs are legal and that no static buffer has
             moved; costs host time, meant for tests.
 
     Attributes:
         buckets: batch sizes, ascending.
-        implementations: of the ops around the graph, by name.
+        implementations: of the op before the graph, by name.
         block_tables: `[S, B]` int32, blocks of the sequence in each slot; row 0 is zeros.
-        tokens: `[S]` int64, the newest token of the sequence in each slot.
+        tokens: `[S]` int64, `newest`'s.
         greedy: each row's most probable token of the last run, -1 where its logits hold NaN or
             infinity; the first `len(slots)` rows. Its slot's newest token already: rows that are
             sampled in another way store theirs over it.
@@ -67,11 +68,10 @@ class DecodeRunner:
         self,
         decode: Executable,
         device: torch.device,
+        newest: NewestTokens,
         *,
         max_num_seqs: int,
-        num_slots: int,
         max_blocks: int,
-        vocab_limit: int | None = None,
         implementations: Mapping[str, str] | None = None,
         checked: bool = False,
     ) -> None:
@@ -82,20 +82,15 @@ class DecodeRunner:
         # kernels are built once
         width = -(-max_num_seqs // 16) * 16
         self.rows = torch.zeros(len(ROWS), width, dtype=torch.int64, device=device)
+        self.tokens = newest.tokens
+        num_slots = len(self.tokens)
         self.block_tables = torch.zeros(num_slots, max_blocks, dtype=torch.int32, device=device)
-        self.tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.greedy = torch.zeros(width, dtype=torch.int64, device=device)
-        self._vocab_limit = vocab_limit
-        # what surrounds the graph: copies and comparisons, the same in every dtype
-        forced = implementations or {}
-        self._inputs, self._choose = (
-            op.choose(device, torch.float32, forced.get(op.name))[0]
-            for op in (DECODE_INPUTS, GREEDY_TOKENS)
-        )
-        self.implementations = {
-            DECODE_INPUTS.name: self._inputs.name,
-            GREEDY_TOKENS.name: self._choose.name,
-        }
+        self._newest = newest
+        forced = (implementations or {}).get(DECODE_INPUTS.name)
+        # it copies, the same in every dtype
+        self._inputs, _ = DECODE_INPUTS.choose(device, torch.float32, forced)
+        self.implementations = {DECODE_INPUTS.name: self._inputs.name}
         self._written: list[list[int]] = [[] for _ in range(num_slots)]
         self.captures: Captures | None = None
         self._checked = checked
@@ -110,12 +105,6 @@ class DecodeRunner:
             self.captures.rehearse(step)
         for size, step in steps.items():
             self.captures.capture(size, step)
-
-    @torch.inference_mode()
-    def store_tokens(self, slots: Sequence[int], token_ids: Tensor) -> None:
-        """Let the sequences in these slots go on with these tokens, `[len(slots)]` int64."""
-        index = self._staged(torch.tensor(slots)).to(self.device, non_blocking=True)
-        self.tokens.index_copy_(0, index, token_ids.to(self.device, non_blocking=True))
 
     @torch.inference_mode()
     def run(
@@ -160,8 +149,7 @@ class DecodeRunner:
             seq_lens=seq_lens,
             slot_mapping=slot_mapping,
         )
-        vocab_limit = logits.shape[1] if self._vocab_limit is None else self._vocab_limit
-        self._choose.call(logits, slots, vocab_limit, self.greedy[:size], self.tokens)
+        self._newest.choose(logits, slots, self.greedy[:size])
         return logits
 
     def _send_blocks(self, slots: Sequence[int], blocks: Sequence[Sequence[int]]) -> None:

@@ -40,7 +40,7 @@ class IncrementalDetokenizer:
 
     Args:
         tokenizer: byte-level.
-        prompt_token_ids: what the output continues; may be empty.
+        prompt_token_ids: what the output continues; may be empty. Read in `prepare`.
         skip_special_tokens: leave special tokens out of the text.
     """
 
@@ -52,38 +52,51 @@ class IncrementalDetokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
+        self._prompt: Sequence[int] | None = prompt_token_ids  # None: its end has been decoded
+        self._window: list[int] = []
+        self._text = ""  # the window's
+        self._emitted = 0
+        self._prompt_unfinished = False
+
+    def prepare(self) -> None:
+        """Decode the prompt's end, as the first `append` would; for when there is time."""
+        if self._prompt is None:
+            return
         context: list[int] = []
-        for token_id in reversed(prompt_token_ids):
+        for token_id in reversed(self._prompt):
             if len(context) == _CONTEXT:
                 break
             if self._gives_text(token_id):
                 context.append(token_id)
+        self._prompt = None
         self._window = context[::-1]
-        text = self._decode()
-        self._emitted = len(text) - text.endswith(_UNFINISHED)
+        self._text = self._decode()
         # A prompt's last character that stays unfinished belongs to the prompt.
-        self._prompt_unfinished = text.endswith(_UNFINISHED)
+        self._prompt_unfinished = self._text.endswith(_UNFINISHED)
+        self._emitted = len(self._text) - self._prompt_unfinished
 
     def append(self, token_id: int) -> str:
         """The text that this token finishes; often its own, sometimes none, sometimes more."""
+        self.prepare()
         if not self._gives_text(token_id):
             return ""
         self._window.append(token_id)
-        text = self._decode()
-        unfinished = text.endswith(_UNFINISHED)
-        piece = self._take(text, len(text) - unfinished)
+        self._text = self._decode()
+        unfinished = self._text.endswith(_UNFINISHED)
+        piece = self._take(len(self._text) - unfinished)
         if len(self._window) >= _WINDOW:
             del self._window[:-_CONTEXT]
-            self._emitted = len(self._decode()) - unfinished
+            self._text = self._decode()
+            self._emitted = len(self._text) - unfinished
         return piece
 
     def flush(self) -> str:
         """What is left when no token follows: a last unfinished character as U+FFFD, or nothing."""
-        text = self._decode()
-        return self._take(text, len(text))
+        self.prepare()
+        return self._take(len(self._text))
 
-    def _take(self, text: str, end: int) -> str:
-        piece = text[self._emitted : end]
+    def _take(self, end: int) -> str:
+        piece = self._text[self._emitted : end]
         if piece and self._prompt_unfinished:
             piece = piece.removeprefix(_UNFINISHED)
             self._prompt_unfinished = False

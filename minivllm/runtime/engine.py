@@ -182,6 +182,7 @@ class Engine:
         self._completions: dict[Request, tuple[Generation, Completion]] = {}
         self._news: dict[Generation, None] = {}  # what step has yet to tell, in order
         self._launched: deque[_Launched] = deque()
+        self._unprepared: list[IncrementalDetokenizer] = []  # of new requests
         asynchronous = options.runtime.async_scheduling
         if asynchronous is None:
             asynchronous = self.device.type == "cuda"
@@ -320,6 +321,7 @@ class Engine:
             detokenizer = IncrementalDetokenizer(
                 self.tokenizer, prompt.token_ids, params.skip_special_tokens
             )
+            self._unprepared.append(detokenizer)
         room = self.max_model_len - len(prompt.token_ids)
         ids = list(prompt.token_ids)
         return Completion(
@@ -331,6 +333,7 @@ class Engine:
                 seed,
                 prompt.cache,
                 final_length=len(ids) + min(room, params.max_tokens or room),
+                packed_ids=prompt.packed_ids[:],
             ),
             index,
             StopChecker(params, self.eos_token_ids, detokenizer, room),
@@ -354,6 +357,8 @@ class Engine:
         self.scheduler.advance(step)
         self.metrics.step(step)
         self._launched.append(_Launched(completions, drawn, prompts))
+        while self._unprepared:
+            self._unprepared.pop().prepare()
         return True
 
     def _break_off(self, step: Step) -> None:

@@ -7,6 +7,8 @@ Owns the accepted forms and their errors. Does not own tokenization itself (`tok
 
 from __future__ import annotations
 
+import functools
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +34,15 @@ class Prompt:
     token_ids: list[int]
     text: str | None = None
     cache: CacheOptions = CacheOptions()
+
+    @functools.cached_property
+    def packed_ids(self) -> array[int]:
+        """`token_ids` as unsigned 64-bit numbers; not to be changed.
+
+        Raises:
+            OverflowError: one is negative, or has more than 64 bits.
+        """
+        return array("Q", self.token_ids)
 
 
 def read_prompts(
@@ -60,7 +71,7 @@ def read_prompts(
     for index, given in enumerate([prompts] if single else prompts):
         try:
             prompt = _read(given, tokenizer)
-            _check_ids(prompt.token_ids, vocab_size, max_model_len)
+            _check_ids(prompt, vocab_size, max_model_len)
         except UserError as error:
             raise UserError(f"prompt {index}: {error}") from None
         read.append(prompt)
@@ -88,7 +99,7 @@ def _read(given: Any, tokenizer: Tokenizer | None) -> Prompt:
             )
         return Prompt(tokenizer.encode(given), given, cache)
     plain = isinstance(given, Sequence) and not isinstance(given, (bytes, bytearray))
-    if not plain or not all(_is_id(i) for i in given):
+    if not plain or not _are_ids(given):
         raise UserError(f"{given!r}: give {FORMS}")
     return Prompt(list(given), cache=cache)
 
@@ -107,17 +118,27 @@ def _cache_options(given: Mapping[Any, Any]) -> CacheOptions:
     return CacheOptions(enabled, salt, tuple(places))
 
 
-def _check_ids(ids: list[int], vocab_size: int, max_model_len: int) -> None:
+def _check_ids(prompt: Prompt, vocab_size: int, max_model_len: int) -> None:
+    ids = prompt.token_ids
     if not ids:
         raise UserError("it is empty; a prompt needs at least one token")
-    unknown = [i for i in ids if not 0 <= i < vocab_size]
-    if unknown:
-        raise UserError(f"token id {unknown[0]} is outside the vocabulary, 0 to {vocab_size - 1}")
+    try:
+        known = len(prompt.packed_ids) > 0 and max(ids) < vocab_size
+    except OverflowError:
+        known = False
+    if not known:
+        unknown = next(i for i in ids if not 0 <= i < vocab_size)
+        raise UserError(f"token id {unknown} is outside the vocabulary, 0 to {vocab_size - 1}")
     if len(ids) >= max_model_len:
         raise UserError(
             f"{len(ids)} tokens leave no room for an output token within "
             f"max_model_len={max_model_len}; shorten the prompt or raise runtime.max_model_len"
         )
+
+
+def _are_ids(values: Sequence[Any]) -> bool:
+    """Whether each one is; plain ints are counted, without a call of Python's for each."""
+    return list(map(type, values)).count(int) == len(values) or all(map(_is_id, values))
 
 
 def _is_id(value: Any) -> bool:

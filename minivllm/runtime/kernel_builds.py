@@ -18,9 +18,9 @@ LLVM, ptxas, the C compiler for a launcher) runs without Python's lock.
 One engine of a process starts at a time: while another one's kernels are built or its graphs
 captured, a launch might meet a kernel that is not ready.
 
-Left to their first use: what an autotuner has to time (FLA's kernels of head dims, or on devices,
-whose choice `ops/fla_chunks.py` does not know), and entries that look at data (FLA's own, in eager
-mode).
+Left to their first use: what an autotuner has to time (FLA's kernel of head dims, or on devices,
+whose choice `ops/chunked_delta_rule.py` does not know), and entries that look at data (FLA's own,
+in eager mode).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class StepSizes:
         buckets: of captured prefills.
         prefills: parts of sequences that run at their exact sizes.
         max_blocks: columns of a block table.
-        vocab_limit: see `DecodeRunner`.
+        vocab_limit: see `NewestTokens`.
     """
 
     decode: Sequence[int]

@@ -51,7 +51,7 @@ from minivllm.ops.paged_attention import BLOCK_SIZE
 from minivllm.runtime.device_speed import device_seconds, host_seconds, measured_machine
 from minivllm.runtime.kernel_trace import device_kernels, traced
 from minivllm.runtime.model_runner import ModelRunner, PoolSizes
-from minivllm.runtime.prefill_inputs import Row, prefill_inputs
+from minivllm.runtime.prefill_inputs import TOKEN_SLOTS, Row, prefill_inputs
 from minivllm.runtime.prefill_runner import prefill_buckets
 from minivllm.runtime.resolve import resolve_num_threads
 
@@ -164,11 +164,16 @@ class _Prefill(_Step):
         self.rows = [Row([0] * count, 0, count, SLOT, range(1, count // BLOCK_SIZE + 1))]
         self.bucket = self.runner.bucket(self.rows)
         inputs = prefill_inputs(self.rows, self.bucket).views()
-        self.inputs = {n: inputs[n].to(self.runner.device) for n in self.executable.inputs}
+        self.inputs = {name: x.to(self.runner.device) for name, x in inputs.items()}
+        self.greedy = torch.empty_like(self.inputs[TOKEN_SLOTS])
         self.runner.run(self.rows)  # whose inputs a captured one keeps
 
     def run(self, executable: Executable) -> None:
-        executable(**self.inputs)
+        held, self.runner.prefill = self.runner.prefill, executable
+        try:
+            self.runner.step(self.inputs, self.greedy)
+        finally:
+            self.runner.prefill = held
 
     def replay(self) -> None:
         if self.runner.captures is None:

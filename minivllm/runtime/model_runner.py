@@ -12,6 +12,7 @@ Shapes: N sequences, T tokens of a step, V vocabulary.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from minivllm.compiler.bind import Executable, bind
 from minivllm.compiler.compile import CompiledModel
 from minivllm.model.miniqwen import MiniQwen
 from minivllm.runtime.decode_runner import DecodeRunner
+from minivllm.runtime.newest_tokens import NewestTokens
 from minivllm.runtime.pools import EntryPool, of_kind
 from minivllm.runtime.prefill_inputs import Bucket, Row
 from minivllm.runtime.prefill_runner import PrefillRunner
@@ -50,16 +52,21 @@ class StepLogits:
     """What a step computed.
 
     Attributes:
-        sampled: `[len(step.sampled), V]`, in that order.
-        greedy: of a step that only decodes: the most probable tokens, `[len(step.sampled)]` int64,
-            -1 where the logits hold NaN or infinity; the next step of these rows begins with them.
-            None: they are not known yet.
+        parts: `[rows, V]` each; one behind the other they are `sampled`.
         prompt: for each chunk whose prompt's log-probabilities are wanted, `[tokens, V]`.
+        greedy: the most probable tokens, `[len(step.sampled)]` int64, -1 where the logits hold NaN
+            or infinity; the next step of these rows begins with them. None: nobody looked.
     """
 
-    sampled: Tensor
+    parts: Sequence[Tensor]
     prompt: list[tuple[Chunk, Tensor]]
     greedy: Tensor | None = None
+
+    @functools.cached_property
+    def sampled(self) -> Tensor:
+        """`[len(step.sampled), V]`, in that order. Put together when first asked for: who takes
+        `greedy` needs no copy of wide logits."""
+        return _joined(self.parts)
 
 
 class ModelRunner:
@@ -72,7 +79,7 @@ class ModelRunner:
         sizes: entries of the pools.
         max_num_seqs: rows of the largest decode step; None: as many as there are slots.
         max_blocks: blocks of the longest sequence; None: as many as there are.
-        vocab_limit: see `DecodeRunner`.
+        vocab_limit: see `NewestTokens`.
         implementations: op name to the implementation forced on it.
         checked: see `DecodeRunner`.
     """
@@ -113,14 +120,14 @@ class ModelRunner:
             phase: bind(graph, weights, pools, device, dtype, implementations)
             for phase, graph in compiled.graphs.items()
         }
-        self.prefiller = PrefillRunner(self.graphs["prefill"], device)
+        self.newest = NewestTokens(sizes.num_slots, device, vocab_limit, implementations)
+        self.prefiller = PrefillRunner(self.graphs["prefill"], device, self.newest)
         self.decoder = DecodeRunner(
             self.graphs["decode"],
             device,
+            self.newest,
             max_num_seqs=max_num_seqs or sizes.num_slots - 1,
-            num_slots=sizes.num_slots,
             max_blocks=max_blocks or sizes.num_blocks - 1,
-            vocab_limit=vocab_limit,
             implementations=implementations,
             checked=checked,
         )
@@ -134,7 +141,7 @@ class ModelRunner:
     def implementations(self) -> dict[str, str]:
         """Op name to the name of its implementation."""
         prefill, decode = (self.graphs[phase].implementations for phase in ("prefill", "decode"))
-        return prefill | decode | self.decoder.implementations
+        return prefill | decode | self.decoder.implementations | self.newest.implementations
 
     @property
     def warnings(self) -> list[str]:
@@ -157,18 +164,21 @@ class ModelRunner:
     def execute(self, step: Step) -> StepLogits:
         """Run a step: copies, prefill, decode, copies."""
         with self.on_device():
-            self.copy(step.before)
+            if step.before:
+                self.copy(step.before)
             parts: list[Tensor] = []
+            greedy: list[Tensor] = []
             prompt: list[tuple[Chunk, Tensor]] = []
             if step.prefill:
                 rows = [_row(chunk, self._num_slots) for chunk in step.prefill]
-                logits = self.prefill(rows)
+                logits, best = self.prefiller.run(rows), self.prefiller.greedy
                 at = 0
                 for chunk, row in zip(step.prefill, rows, strict=True):
                     at += row.num_logits
                     if row.all_logits:
                         prompt.append((chunk, logits[at - row.num_logits : at - row.copies]))
                     parts.append(logits[at - row.copies : at])
+                    greedy.append(best[at - row.copies : at])
             if step.decode:
                 parts.append(
                     self.decoder.run(
@@ -177,14 +187,15 @@ class ModelRunner:
                         [r.blocks for r in step.decode],
                     )
                 )
-            self.copy(step.after)
-        greedy = None if step.prefill else self.decoder.greedy[: len(step.decode)]
-        return StepLogits(torch.cat(parts) if len(parts) != 1 else parts[0], prompt, greedy)
+                greedy.append(self.decoder.greedy[: len(step.decode)])
+            if step.after:
+                self.copy(step.after)
+            return StepLogits(parts, prompt, _joined(greedy))
 
     def store_tokens(self, step: Step, token_ids: Tensor) -> None:
         """Let the rows of `step.sampled` go on with these tokens, `[len(step.sampled)]` int64."""
         with self.on_device():
-            self.decoder.store_tokens([r.state_slot for r in step.sampled], token_ids)
+            self.newest.store([r.state_slot for r in step.sampled], token_ids)
 
     def prefill(self, rows: Sequence[Row]) -> Tensor:
         """Run a part of each sequence, of any lengths; the wanted logits, row after row."""
@@ -196,7 +207,7 @@ class ModelRunner:
         assert all(r.end - r.start == 1 for r in rows), "one token each"
         with self.on_device():
             slots = [r.slot for r in rows]
-            self.decoder.store_tokens(slots, torch.tensor([r.token_ids[r.start] for r in rows]))
+            self.newest.store(slots, torch.tensor([r.token_ids[r.start] for r in rows]))
             return self.decoder.run(
                 [r.start for r in rows],
                 slots,
@@ -219,19 +230,24 @@ class ModelRunner:
         return torch.cuda.device(self.device) if named else nullcontext()
 
 
-def _row(chunk: Chunk, num_slots: int = 0) -> Row:
+def _row(chunk: Chunk, num_slots: int) -> Row:
     """A chunk as the prefill graph takes it; snapshots lie behind the slots."""
     request = chunk.request
     return Row(
-        request.token_ids,
+        request.pack(),
         chunk.start,
         chunk.end,
         request.state_slot,
         request.blocks,
         copies=1 + len(request.forks) if chunk.last else 0,
         all_logits=request.params.prompt_logprobs is not None,
-        snapshots=tuple((end, num_slots + index) for end, index in chunk.snapshots),
+        snapshots=[(end, num_slots + index) for end, index in chunk.snapshots],
+        fork_slots=[fork.state_slot for fork in request.forks],
     )
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(parts)) if len(parts) != 1 else parts[0]
 
 
 class ReferenceRunner:
@@ -255,17 +271,19 @@ class ReferenceRunner:
         sampled: list[Tensor] = []
         prompt: list[tuple[Chunk, Tensor]] = []
         for chunk in step.prefill:
-            row = _row(chunk)
-            if not row.all_logits and not row.copies:
+            request = chunk.request
+            all_logits = request.params.prompt_logprobs is not None
+            if not all_logits and not chunk.last:
                 continue
-            logits = self.model_logits(row.token_ids[: row.end])
-            if row.all_logits:
-                prompt.append((chunk, logits[row.start :]))
-            sampled += [logits[-1]] * row.copies
+            logits = self.model_logits(request.token_ids[: chunk.end])
+            if all_logits:
+                prompt.append((chunk, logits[chunk.start :]))
+            if chunk.last:
+                sampled += [logits[-1]] * (1 + len(request.forks))
         sampled += [self.model_logits(request.token_ids)[-1] for request in step.decode]
         vocabulary = self.model.config.vocab_size
         return StepLogits(
-            torch.stack(sampled) if sampled else torch.empty(0, vocabulary, device=self.device),
+            [torch.stack(sampled) if sampled else torch.empty(0, vocabulary, device=self.device)],
             prompt,
         )
 

@@ -5,7 +5,8 @@ the device. Does not own the choice of a bucket nor the graph (`prefill_runner`)
 
     inputs = prefill_inputs([Row(ids, 0, len(ids), slot=1, blocks=[1, 2])], Bucket(64, 2))
     there.copy_(inputs.tensor())
-    prefill(**inputs.views(there))
+    views = inputs.views(there)
+    prefill(**{name: views[name] for name in prefill.inputs})
 
 Surplus tokens form a last sequence of slot 0 and block 0, which belong to nobody; sequences
 between it and the given ones are empty (`ops.fla.padded_chunk_lists`).
@@ -16,24 +17,36 @@ Shapes: T tokens, N sequences, C chunks, B KV blocks of all sequences together, 
 from __future__ import annotations
 
 import functools
+import math
 import struct
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from minivllm.compiler.graph import INPUTS
+from minivllm.compiler.graph import INPUTS, InputSpec
 from minivllm.ops.fla import CHUNK_SIZE, chunk_lists, max_chunks, padded_chunk_lists
 from minivllm.ops.paged_attention import BLOCK_SIZE
+from minivllm.runtime.request import packed
 
 ALIGNMENT = 16  # bytes: every input starts there in every bucket, or kernels would be built anew
 HISTORY_BLOCKS = 256  # that a bucket has beside those of its own tokens: 16,384 tokens
+TOKEN_SLOTS = "token_slots"  # of no graph: what is launched behind it reads them
 
-# int64 numbers side by side in one: the places in block 0, and from each to that of the next block
-_INSIDE = sum(i << 64 * i for i in range(BLOCK_SIZE))
-_BLOCK = sum(BLOCK_SIZE << 64 * i for i in range(BLOCK_SIZE))
+OF_TOKENS = ("input_ids", "positions", "slot_mapping")  # long: copied, not packed number by number
+SPECS = {
+    **{name: INPUTS[name] for name in OF_TOKENS},
+    **{name: spec for name, spec in INPUTS.items() if name not in (*OF_TOKENS, "block_table")},
+    TOKEN_SLOTS: InputSpec(("rows",), torch.int64, "slot that goes on from each row; 0: nobody's"),
+}
+CODES = {torch.int64: "q", torch.int32: "i"}  # of `struct`
+
+# The places in a block are int64 numbers, 64 * block + 0 to 63; byte by byte, little end first:
+# those that a block's lowest two bits give to byte 0, and a byte of what is above them, repeated.
+_LOWEST = [bytes(range(n * BLOCK_SIZE, (n + 1) * BLOCK_SIZE)) for n in range(4)]
+_REPEATED = [bytes([n]) * BLOCK_SIZE for n in range(256)]
 
 
 @dataclass(frozen=True)
@@ -41,7 +54,8 @@ class Row:
     """One sequence's part of a prefill.
 
     Attributes:
-        token_ids: the sequence; `[start, end)` of it runs in this step.
+        token_ids: the sequence; `[start, end)` of it runs in this step. As an array of 64-bit
+            numbers it is only copied.
         start: tokens that earlier steps have run.
         end: where this step's part ends.
         slot: its entry in the slot pools; never 0.
@@ -50,6 +64,7 @@ class Row:
         all_logits: the logits behind every token of the part are wanted too, before those.
         snapshots: where states are kept on the way: token counts in (start, end], whole blocks
             behind `start`, and entries of the slot pools. Only if the graph has `chunk_slots`.
+        fork_slots: where the completions behind the first go on; those of other copies nowhere.
     """
 
     token_ids: Sequence[int]
@@ -60,6 +75,7 @@ class Row:
     copies: int = 1
     all_logits: bool = False
     snapshots: Sequence[tuple[int, int]] = ()
+    fork_slots: Sequence[int] = ()
 
     @property
     def num_blocks(self) -> int:
@@ -90,32 +106,66 @@ class Bucket:
         return self.seqs
 
 
-class PrefillInputs:
-    """Inputs in the vocabulary of `compiler.graph.INPUTS`.
+class Layout:
+    """Where each input lies: one behind the other, each from a multiple of `ALIGNMENT` on.
 
     Args:
-        values: by name, as numbers of the input's dtype.
+        tokens, seqs, rows, blocks, chunks: T, N, R, B and C.
 
     Attributes:
-        data: all of them, each from a multiple of `ALIGNMENT` on.
+        ranges: first byte and end of each input, by name.
+        size: bytes in all.
+        lengths: numbers in each input that is not `OF_TOKENS`.
+        numbers: the form of all of those together, which lie at the end.
     """
 
-    def __init__(self, values: Mapping[str, bytes | array[int]]) -> None:
-        self.data = bytearray()
-        self._ranges: dict[str, tuple[int, int]] = {}
-        for name, x in values.items():
-            start = len(self.data)
-            self.data += x if isinstance(x, bytes) else x.tobytes()
-            self._ranges[name] = start, len(self.data)
-            self.data += bytes(-len(self.data) % ALIGNMENT)
+    def __init__(self, tokens: int, seqs: int, rows: int, blocks: int, chunks: int) -> None:
+        sizes = {"tokens": tokens, "seqs": seqs, "seqs + 1": seqs + 1, "rows": rows,
+                 "kv_blocks": blocks, "chunks": chunks}  # fmt: skip
+        self.ranges: dict[str, tuple[int, int]] = {}
+        self.lengths: dict[str, int] = {}
+        self.size = 0
+        form = "="
+        for name, spec in SPECS.items():
+            length = math.prod(dim if isinstance(dim, int) else sizes[dim] for dim in spec.dims)
+            end = self.size + length * spec.dtype.itemsize
+            gap = -end % ALIGNMENT
+            self.ranges[name] = self.size, end
+            self.size = end + gap
+            if name not in OF_TOKENS:
+                self.lengths[name] = length
+                form += f"{length}{CODES[spec.dtype]}{gap}x"
+        self.numbers = struct.Struct(form)
+
+
+@functools.cache
+def bucket_layout(bucket: Bucket) -> Layout:
+    """Of all prefills that run in this bucket."""
+    chunks = max_chunks(bucket.tokens, bucket.seqs)
+    return Layout(bucket.tokens, bucket.seqs, bucket.rows, bucket.blocks, chunks)
+
+
+class PrefillInputs:
+    """Inputs by the names of `SPECS`.
+
+    Args:
+        layout: how they lie in `data`.
+
+    Attributes:
+        data: all of them, as bytes.
+    """
+
+    def __init__(self, layout: Layout, data: memoryview) -> None:
+        self.data = data
+        self._ranges = layout.ranges
 
     def views(self, data: Tensor | None = None) -> dict[str, Tensor]:
         """The inputs by name, as views of a copy of the bytes; None: of the bytes here."""
         there = self.tensor() if data is None else data
         views = {}
         for name, (start, end) in self._ranges.items():
-            sizes = [d if isinstance(d, int) else -1 for d in INPUTS[name].dims]
-            views[name] = there[start:end].view(INPUTS[name].dtype).view(sizes)
+            sizes = [d if isinstance(d, int) else -1 for d in SPECS[name].dims]
+            views[name] = there[start:end].view(SPECS[name].dtype).view(sizes)
         return views
 
     def tensor(self) -> Tensor:
@@ -123,7 +173,9 @@ class PrefillInputs:
         return torch.frombuffer(self.data, dtype=torch.uint8)
 
 
-def prefill_inputs(rows: Sequence[Row], bucket: Bucket | None = None) -> PrefillInputs:
+def prefill_inputs(
+    rows: Sequence[Row], bucket: Bucket | None = None, into: memoryview | None = None
+) -> PrefillInputs:
     """The inputs of a prefill of these rows.
 
     The first token waits for them. So what has an entry a token is no list, and nothing is a
@@ -132,81 +184,105 @@ def prefill_inputs(rows: Sequence[Row], bucket: Bucket | None = None) -> Prefill
     Args:
         rows: any number; none is a bucket of padding alone.
         bucket: sizes to pad to; None: the exact ones.
+        into: bytes to write them to, whatever was there; None: new ones.
     """
     lengths = [r.end - r.start for r in rows]
-    total = sum(lengths)
-    if bucket is None:
-        tokens, seqs = total, len(rows)
-        starts, chunk_indices = chunk_lists(lengths)
-    else:
-        tokens, seqs = bucket.tokens, bucket.seqs
-        chunks = max_chunks(tokens, seqs)
-        starts, chunk_indices = padded_chunk_lists(lengths, tokens, seqs, chunks)
-    ids, places, positions = b"", b"", array("q")
+    ids, positions, places = [], [], []
     blocks: list[int] = []
     indptr = [0]
     wanted: list[int] = []
+    token_slots: list[int] = []
     begin = 0
     for row, length in zip(rows, lengths, strict=True):
-        ids += struct.pack(f"={length}q", *row.token_ids[row.start : row.end])
-        positions += _counted(row.end)[row.start : row.end]
+        ids.append(packed(row.token_ids, row.start, row.end))
+        positions.append(_counted(row.end)[8 * row.start : 8 * row.end])
+        places.append(_places(row.blocks, row.start, row.end))
         blocks += row.blocks[: row.num_blocks]
-        places += _places(row)
         indptr.append(len(blocks))
-        wanted += range(begin, begin + length) if row.all_logits else []
+        if row.all_logits:
+            wanted += range(begin, begin + length)
+            token_slots += [0] * length
         begin += length
-        wanted += [begin - 1] * row.copies
-    padding = Row([], 0, tokens - total, slot=0, blocks=[0] * (-(-(tokens - total) // BLOCK_SIZE)))
-    surplus = bytes(8 * (tokens - total))
-    empty = [0] * (seqs - len(rows))
-    more_blocks = [0] * (bucket.blocks - len(blocks) if bucket else 0)
-    more_rows = [0] * (bucket.rows - len(wanted) if bucket else 0)
-    values: dict[str, bytes | array[int]] = {
-        "input_ids": ids + surplus,
-        "positions": positions.tobytes() + surplus,
-        "state_slots": array("q", [r.slot for r in rows] + empty),
-        "num_computed_tokens": array("i", [r.start for r in rows] + empty),
-        "kv_indptr": array("i", indptr + indptr[-1:] * len(empty)),
-        "kv_indices": array("i", blocks + more_blocks),
-        "seq_lens": array("i", [r.end for r in rows] + empty),
-        "slot_mapping": places + _places(padding),
-        "logits_rows": array("q", wanted + more_rows),
-        "cu_seqlens": array("i", starts),
-        "chunk_indices": array("i", chunk_indices),
-        "chunk_slots": _chunk_slots(rows, len(chunk_indices) // 2),
+        if row.copies:
+            wanted += [begin - 1] * row.copies
+            token_slots += [row.slot, *row.fork_slots]
+            token_slots += [0] * (len(wanted) - len(token_slots))
+    if bucket is None:
+        starts, chunk_indices = chunk_lists(lengths)
+        chunks = len(chunk_indices) // 2
+        layout = Layout(begin, len(rows), len(wanted), len(blocks), chunks)
+    else:
+        chunks = max_chunks(bucket.tokens, bucket.seqs)
+        starts, chunk_indices = padded_chunk_lists(lengths, bucket.tokens, bucket.seqs, chunks)
+        layout = bucket_layout(bucket)
+        surplus = bucket.tokens - begin
+        places.append(_places([0] * -(-surplus // BLOCK_SIZE), 0, surplus))
+        indptr += indptr[-1:] * (bucket.seqs - len(rows))
+    data = memoryview(bytearray(layout.size)) if into is None else into[: layout.size]
+    for name, parts in (("input_ids", ids), ("positions", positions), ("slot_mapping", places)):
+        _write(data, *layout.ranges[name], parts)
+    values = {
+        "state_slots": [r.slot for r in rows],
+        "num_computed_tokens": [r.start for r in rows],
+        "kv_indptr": indptr,
+        "kv_indices": blocks,
+        "seq_lens": [r.end for r in rows],
+        "logits_rows": wanted,
+        "cu_seqlens": starts,
+        "chunk_indices": chunk_indices,
+        "chunk_slots": _chunk_slots(rows),
+        TOKEN_SLOTS: token_slots,
     }
-    return PrefillInputs(values)
+    numbers: list[int] = []
+    for name, length in layout.lengths.items():
+        numbers += values[name]
+        numbers += [0] * (length - len(values[name]))
+    layout.numbers.pack_into(data, layout.size - layout.numbers.size, *numbers)
+    return PrefillInputs(layout, data)
 
 
-def _counted(end: int) -> array[int]:
-    """0, 1, 2 and so on, to `end` at least; made once."""
+def _write(data: memoryview, start: int, end: int, parts: Iterable[bytes | memoryview]) -> None:
+    """These bytes, and zeros behind them."""
+    for part in parts:
+        data[start : start + len(part)] = part
+        start += len(part)
+    data[start:end] = bytes(end - start)
+
+
+def _counted(end: int) -> memoryview:
+    """0, 1, 2 and so on, to `end` at least, as int64; made once."""
     return _counted_to(1 << max(end - 1, 4095).bit_length())
 
 
 @functools.cache
-def _counted_to(end: int) -> array[int]:
-    return array("q", range(end))
+def _counted_to(end: int) -> memoryview:
+    return memoryview(array("q", range(end))).cast("B")
 
 
-def _chunk_slots(rows: Sequence[Row], chunks: int) -> array[int]:
+def _chunk_slots(rows: Sequence[Row]) -> list[int]:
     """The entry that keeps the state behind each chunk; 0: none."""
-    entries = array("i", bytes(4 * chunks))
-    first = 0
+    entries: list[int] = []
     for row in rows:
+        of_row = [0] * -(-(row.end - row.start) // CHUNK_SIZE)
         for end, entry in row.snapshots:
             offset, inside = divmod(end - row.start, CHUNK_SIZE)
             assert row.start < end <= row.end and not inside, (row.start, end, row.end)
-            entries[first + offset - 1] = entry
-        first += -(-(row.end - row.start) // CHUNK_SIZE)
+            of_row[offset - 1] = entry
+        entries += of_row
     return entries
 
 
-def _places(row: Row) -> bytes:
-    """The place in the KV cache of each of its tokens, int64: a block's places are one number."""
-    first = row.start // BLOCK_SIZE
-    begin = first * BLOCK_SIZE
-    of_blocks = [
-        (_INSIDE + block * _BLOCK).to_bytes(8 * BLOCK_SIZE, "little")
-        for block in row.blocks[first : row.num_blocks]
-    ]
-    return b"".join(of_blocks)[8 * (row.start - begin) : 8 * (row.end - begin)]
+def _places(blocks: Sequence[int], start: int, end: int) -> memoryview:
+    """The places in the KV cache of tokens [start, end) of a sequence with these blocks, int64."""
+    first = start // BLOCK_SIZE
+    used = blocks[first : -(-end // BLOCK_SIZE)]
+    places = bytearray(8 * BLOCK_SIZE * len(used))
+    places[0::8] = b"".join([_LOWEST[block & 3] for block in used])
+    above = [block >> 2 for block in used]
+    byte = 1
+    while any(above):
+        places[byte::8] = b"".join([_REPEATED[n & 255] for n in above])
+        above = [n >> 8 for n in above]
+        byte += 1
+    begin = 8 * BLOCK_SIZE * first
+    return memoryview(places)[8 * start - begin : 8 * end - begin]

@@ -1,22 +1,24 @@
 """The prefill graph: at its exact sizes, or captured in buckets of tokens and sequences on a GPU.
 
 Owns the buckets and the choice among them. Does not own what the inputs hold (`prefill_inputs`),
-the graph (`compiler/bind`), CUDA Graphs (`captures`) nor which prompts run.
+the graph (`compiler/bind`), whose tokens it chooses (`newest_tokens`), CUDA Graphs (`captures`) nor
+which prompts run.
 
-    prefiller = PrefillRunner(executable, device)
+    prefiller = PrefillRunner(executable, device, newest_tokens)
     prefiller.capture(buckets)
     logits = prefiller.run([Row(ids, 0, len(ids), slot=1, blocks=[1, 2])])
 
 Called from Python, the kernels of a short prefill take the host longer than the GPU; a captured
 one is one launch. A bucket has fixed numbers of tokens, sequences, KV blocks and wanted logits.
 
-Shapes: V vocabulary.
+Shapes: R wanted rows, V vocabulary.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -24,7 +26,14 @@ from torch import Tensor
 
 from minivllm.compiler.bind import Executable
 from minivllm.runtime.captures import Captures
-from minivllm.runtime.prefill_inputs import Bucket, Row, prefill_inputs
+from minivllm.runtime.newest_tokens import NewestTokens
+from minivllm.runtime.prefill_inputs import (
+    TOKEN_SLOTS,
+    Bucket,
+    Row,
+    bucket_layout,
+    prefill_inputs,
+)
 
 
 def prefill_buckets(max_num_batched_tokens: int, max_num_seqs: int) -> list[Bucket]:
@@ -52,17 +61,25 @@ class PrefillRunner:
     Args:
         prefill: the bound prefill graph.
         device: what it is bound to.
+        newest: each slot's token; a step leaves those that come behind its rows there.
 
     Attributes:
         buckets: those captured, ascending.
+        greedy: `[R]` int64: of each wanted row of the last run the most probable token, -1 where
+            its logits hold NaN or infinity; valid until the next run. Its slot's newest token
+            already: rows that are sampled in another way store theirs over it.
     """
 
-    def __init__(self, prefill: Executable, device: torch.device) -> None:
+    def __init__(self, prefill: Executable, device: torch.device, newest: NewestTokens) -> None:
         self.prefill = prefill
         self.device = device
         self.buckets: list[Bucket] = []
         self.captures: Captures | None = None
+        self.greedy = torch.empty(0, dtype=torch.int64, device=device)
+        self._newest = newest
+        self._tokens: list[int] = []  # of each bucket
         self._static: dict[Bucket, Tensor] = {}  # inputs of each, in one storage
+        self._static_greedy = self.greedy
         self._staging: _Staging | None = None
 
     @torch.inference_mode()
@@ -71,17 +88,21 @@ class PrefillRunner:
         if not buckets:
             return
         self.buckets = sorted(buckets)
+        self._tokens = [bucket.tokens for bucket in self.buckets]
         self.captures = Captures(self.device)
-        inputs = {bucket: prefill_inputs([], bucket) for bucket in self.buckets}
-        size = max(len(of_bucket.data) for of_bucket in inputs.values())
+        size = max(bucket_layout(bucket).size for bucket in self.buckets)
         storage = torch.zeros(size, dtype=torch.uint8, device=self.device)
-        self._staging = _Staging(size, self.device)
+        width = max(bucket.rows for bucket in self.buckets)
+        self._static_greedy = torch.zeros(width, dtype=torch.int64, device=self.device)
+        self._static = {bucket: storage[: bucket_layout(bucket).size] for bucket in self.buckets}
+        self._staging = _Staging(self._static, self.device)
         steps = {}
         for bucket in reversed(self.buckets):
-            of_bucket = inputs[bucket]
-            there = self._static[bucket] = storage[: len(of_bucket.data)]
-            there.copy_(of_bucket.tensor())
-            steps[bucket] = functools.partial(self._step, of_bucket.views(there))
+            inputs = prefill_inputs([], bucket)
+            there = self._static[bucket]
+            there.copy_(inputs.tensor())
+            greedy = self._static_greedy[: bucket.rows]
+            steps[bucket] = functools.partial(self.step, inputs.views(there), greedy)
             self.captures.rehearse(steps[bucket])
         for bucket, step in steps.items():
             self.captures.capture(bucket, step)
@@ -91,62 +112,80 @@ class PrefillRunner:
         tokens = sum(r.end - r.start for r in rows)
         blocks = sum(r.num_blocks for r in rows)
         wanted = sum(r.num_logits for r in rows)
-        for bucket in self.buckets:
+        for bucket in self.buckets[bisect_left(self._tokens, tokens) :]:
             seqs = len(rows) + (tokens < bucket.tokens)
-            if (
-                tokens <= bucket.tokens
-                and seqs <= bucket.seqs
-                and blocks <= bucket.blocks
-                and wanted <= bucket.rows
-            ):
+            if seqs <= bucket.seqs and blocks <= bucket.blocks and wanted <= bucket.rows:
                 return bucket
         return None
 
     @torch.inference_mode()
     def run(self, rows: Sequence[Row]) -> Tensor:
-        """The wanted logits, row after row, `[sum of num_logits, V]`; valid until the next run."""
+        """The wanted logits, row after row, `[R, V]`; valid until the next run."""
         bucket = self.bucket(rows)
         if bucket is None or self.captures is None:
             inputs = prefill_inputs(rows)
-            return self._step(inputs.views(self._sent(inputs.tensor())))
+            views = inputs.views(self._sent(inputs.tensor()))
+            self.greedy = torch.empty_like(views[TOKEN_SLOTS])
+            return self.step(views, self.greedy)
         assert self._staging is not None
-        self._staging.send(prefill_inputs(rows, bucket).data, self._static[bucket])
-        return self.captures.replay(bucket)[: sum(r.num_logits for r in rows)]
+        prefill_inputs(rows, bucket, self._staging.next())
+        self._staging.send(bucket)
+        logits = self.captures.replay(bucket)
+        self._staging.sent()
+        wanted = sum(r.num_logits for r in rows)
+        self.greedy = self._static_greedy[:wanted]
+        return logits[:wanted]
+
+    def step(self, inputs: Mapping[str, Tensor], greedy: Tensor) -> Tensor:
+        """What is captured: from inputs to the wanted logits, `[R, V]`, and `greedy`, `[R]`."""
+        logits = self.prefill(**{name: inputs[name] for name in self.prefill.inputs})
+        self._newest.choose(logits, inputs[TOKEN_SLOTS], greedy)
+        return logits
 
     def _sent(self, data: Tensor) -> Tensor:
         """On the device, without waiting for it."""
         data = data.pin_memory() if self.device.type == "cuda" else data
         return data.to(self.device, non_blocking=True)
 
-    def _step(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        return self.prefill(**{name: inputs[name] for name in self.prefill.inputs})
-
 
 class _Staging:
     """Page-locked memory that steps' inputs leave the host through, each time another buffer.
 
+    What is between `next` and the replay is time to the first token: so nothing is sliced there,
+    and what marks a buffer as read comes behind it.
+
     Args:
-        size: bytes of the largest step's.
-        device: where they go.
+        static: where the inputs of each bucket go.
+        device: where that is.
     """
 
-    def __init__(self, size: int, device: torch.device, count: int = 4) -> None:
+    def __init__(
+        self, static: Mapping[Bucket, Tensor], device: torch.device, count: int = 4
+    ) -> None:
         self._device = device
-        self._buffers = [
-            torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(count)
-        ]
+        self._static = static
+        size = max(map(len, static.values()))
+        buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(count)]
+        self._buffers = [{b: buffer[: len(x)] for b, x in static.items()} for buffer in buffers]
         # written without torch, whose calls take long after a wait
         self._bytes = [
             memoryview((ctypes.c_ubyte * size).from_address(buffer.data_ptr())).cast("B")
-            for buffer in self._buffers
+            for buffer in buffers
         ]
         self._read = [torch.cuda.Event() for _ in range(count)]
-        self._next = 0
+        self._index = 0
 
-    def send(self, data: bytearray, there: Tensor) -> None:
-        """Copy to the device; the host waits only for the copy of `count` steps ago."""
-        index, self._next = self._next, (self._next + 1) % len(self._buffers)
-        self._read[index].synchronize()
-        self._bytes[index][: len(data)] = data
-        there.copy_(self._buffers[index][: len(data)], non_blocking=True)
-        self._read[index].record(torch.cuda.current_stream(self._device))
+    def next(self) -> memoryview:
+        """The buffer to write to; waits only for the step of `count` steps ago."""
+        self._index = (self._index + 1) % len(self._buffers)
+        self._read[self._index].synchronize()
+        return self._bytes[self._index]
+
+    def send(self, bucket: Bucket) -> None:
+        """Copy the buffer, which holds this bucket's inputs, to the device."""
+        there = self._static[bucket]
+        there.copy_(self._buffers[self._index][bucket], non_blocking=True)
+
+    def sent(self) -> None:
+        """The buffer may be written to again once all that was launched so far has run."""
+        self._read[self._index].record(torch.cuda.current_stream(self._device))

@@ -13,7 +13,7 @@ recurrent state behind its last block. So a hit is as long as the deepest snapsh
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from minivllm.runtime.block_manager import BlockManager
@@ -131,16 +131,9 @@ class PrefixCache:
         if not self._may_hit(request):
             return Hit()
         digests = self._reusable(request)
-        matched, state = self.blocks.match(digests), self._deepest(digests)
-        depth = state if state <= len(matched) else self._deepest(digests[: len(matched)])
+        matched, state = self.blocks.match(digests), self.snapshots.deepest(digests)
+        depth = state if state <= len(matched) else self.snapshots.deepest(digests[: len(matched)])
         return Hit(matched[:depth], len(matched), state)
-
-    def _deepest(self, digests: Sequence[bytes]) -> int:
-        """How many blocks the deepest snapshot of a chain covers."""
-        for depth in range(len(digests), 0, -1):
-            if self.snapshots.find(digests[depth - 1]) is not None:
-                return depth
-        return 0
 
     def still_waits(self, request: Request) -> bool:
         """Whether what `must_wait` found is still to come; one look-up, for many who wait."""

@@ -9,7 +9,8 @@ cached of it (`prefix_cache`) or its text (the engine). Imports no torch.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from minivllm.runtime.sampling_params import SamplingParams
@@ -37,11 +38,21 @@ class Status(enum.Enum):
     FINISHED = "finished"
 
 
+def packed(token_ids: Sequence[int], start: int, end: int) -> memoryview:
+    """The bytes of tokens [start, end), int64; of an array of 64-bit numbers they are not copied.
+
+    An array cannot grow as long as somebody holds them.
+    """
+    if not isinstance(token_ids, array):
+        return memoryview(array("q", token_ids[start:end])).cast("B")
+    return memoryview(token_ids).cast("B")[8 * start : 8 * end]
+
+
 @dataclass(eq=False)
 class Request:
     """One sequence: a prompt and the completion that grows behind it.
 
-    The caller sets the first seven fields and appends every sampled token to `token_ids`; all
+    The caller sets the first nine fields and appends every sampled token to `token_ids`; all
     else is written by the scheduler and the prefix cache.
 
     Attributes:
@@ -52,6 +63,7 @@ class Request:
         seed: of sampling.
         cache: what the prefix cache may do with it.
         final_length: most tokens it can have, prompt and output; None: the caller ends it in time.
+        packed_ids: the first of its tokens as unsigned 64-bit numbers; see `pack`.
         forks: further completions of the same prompt, which begin when its prefill ends; each has
             its own list of the same tokens. Emptied when they begin.
         arrival: the order of requests; smaller is older.
@@ -86,6 +98,7 @@ class Request:
     cache: CacheOptions = field(default_factory=CacheOptions)
     forks: list[Request] = field(default_factory=list)
     final_length: int | None = None
+    packed_ids: array[int] = field(default_factory=lambda: array("Q"))
 
     arrival: int = 0
     status: Status = Status.WAITING
@@ -123,6 +136,12 @@ class Request:
     def prefilling(self) -> bool:
         """Whether a running request has prefill left; a lone last token may be prefill too."""
         return self.num_computed_tokens < self.prefill_end
+
+    def pack(self) -> array[int]:
+        """`packed_ids`, brought up to all of `token_ids`: they are hashed and sent as such."""
+        if len(self.packed_ids) < len(self.token_ids):
+            self.packed_ids.fromlist(self.token_ids[len(self.packed_ids) :])
+        return self.packed_ids
 
     def group(self) -> Iterator[Request]:
         """The request and its forks that have not begun."""

@@ -16,7 +16,7 @@ it: so a restore that is planned in a step stays right whatever the same step ev
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from minivllm.runtime.block_manager import IntegrityError
 from minivllm.runtime.step import Copy, StateCopy
@@ -55,6 +55,15 @@ class SnapshotPool:
         if digest in self._host:
             return "host", self._host[digest]
         return None
+
+    def deepest(self, digests: Sequence[bytes]) -> int:
+        """How many blocks the deepest snapshot of a digest chain covers."""
+        device, host = self._device, self._host
+        for depth in range(len(digests), 0, -1):
+            digest = digests[depth - 1]
+            if digest in device or digest in host:
+                return depth
+        return 0
 
     def take(self, copies: list[Copy]) -> int | None:
         """An entry to fill: a free one, else the least recently used published one's.

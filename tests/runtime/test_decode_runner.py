@@ -14,6 +14,7 @@ from torch import Tensor
 
 from minivllm.runtime.decode_runner import DecodeRunner, bucket_sizes
 from minivllm.runtime.model_runner import ModelRunner
+from minivllm.runtime.newest_tokens import NewestTokens
 from minivllm.runtime.prefill_inputs import Row
 
 SEQS = 11
@@ -128,8 +129,8 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[DecodeRunner, Re
     decoder = DecodeRunner(
         graph,  # type: ignore[arg-type]
         torch.device("cpu"),
+        NewestTokens(6, torch.device("cpu")),
         max_num_seqs=4,
-        num_slots=6,
         max_blocks=5,
         checked=True,
     )
@@ -145,7 +146,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[DecodeRunner, Re
 
 def test_inputs_of_a_step(recorded: tuple[DecodeRunner, Recorder, list[Any]]) -> None:
     decoder, graph, _ = recorded
-    decoder.store_tokens([5, 1, 2], torch.tensor([7, 8, 9]))
+    decoder.tokens[[5, 1, 2]] = torch.tensor([7, 8, 9])
     logits = decoder.run([0, 64, 130], [5, 1, 2], [[3], [9, 4], [6, 2, 8, 1]])
     assert logits.shape == (3, 5)
     inputs = {name: value.tolist() for name, value in graph.inputs.items()}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import enum
 from typing import Any
 
+import numpy
 import pytest
 
 from minivllm.errors import UserError
@@ -16,6 +18,10 @@ class Letters:
 
     def encode(self, text: str) -> list[int]:
         return [ord(c) - ord("a") for c in text]
+
+
+class Number(enum.IntEnum):
+    ONE = 1
 
 
 def read(prompts: Any, tokenizer: Any = None, limit: int = 8) -> list[Prompt]:
@@ -31,6 +37,7 @@ def test_the_forms() -> None:
     assert read([[0, 1], "ab"]) == [ids, text]
     assert read({"prompt_token_ids": [0, 1]}) == [ids]
     assert read([{"prompt": "ab"}, {"prompt_token_ids": (0, 1)}]) == [text, ids]
+    assert read([[Number.ONE, 0]]) == [Prompt([1, 0])]
     assert read([]) == []
     assert read("a" * 7)[0].token_ids == [0] * 7  # one place is left
 
@@ -49,6 +56,10 @@ def test_the_forms() -> None:
         ([{"text": "ab"}], r"keys \['text'\]: give a text"),
         ([[0.5]], r"\[0.5\]: give a text"),
         ([[True]], r"\[True\]: give a text"),
+        ([[0, 1, False]], r"\[0, 1, False\]: give a text"),
+        ([[numpy.int64(1)]], r"1\)?\]: give a text"),
+        ([[3, 2**70]], rf"token id {2**70} is outside"),
+        ([[3, -(2**70)]], rf"token id -{2**70} is outside"),
         (7, r"prompts=7: give a text"),
         ({"prompt": "ab", "prefix_cache": 1}, r"prefix_cache=1: must be True or False"),
         ({"prompt": "ab", "prefix_cache": None}, r"prefix_cache=None: must be True or False"),

@@ -40,8 +40,10 @@ from minivllm.runtime.kernel_builds import (  # noqa: E402
     MetaSteps,
     StepSizes,
     kernel_builds,
+    prefill_sizes,
     recorded_launches,
 )
+from minivllm.runtime.newest_tokens import NewestTokens  # noqa: E402
 from minivllm.runtime.pools import EntryPool, of_kind  # noqa: E402
 from minivllm.runtime.prefill_inputs import Row, prefill_inputs  # noqa: E402
 from minivllm.runtime.prefill_runner import PrefillRunner, prefill_buckets  # noqa: E402
@@ -114,15 +116,14 @@ def run_as_runners_do(compiled: CompiledModel, sizes: StepSizes) -> None:
         bind(compiled.graphs[phase], weights, pools, CUDA, DTYPE, None, call_of)
         for phase in ("prefill", "decode")
     )
-    prefiller = PrefillRunner(prefill, META)
+    newest = NewestTokens(SEQS + 1, META)
+    prefiller = PrefillRunner(prefill, META, newest)
     for bucket in sizes.buckets:
         inputs = prefill_inputs([], bucket)
         prefill(**inputs.views(inputs.tensor().to(META)))
     for parts in sizes.prefills:
         prefiller.run([Row([0] * end, start, end, 1, [1] * 64) for start, end in parts])
-    decoder = DecodeRunner(
-        decode, META, max_num_seqs=SEQS, num_slots=SEQS + 1, max_blocks=sizes.max_blocks
-    )
+    decoder = DecodeRunner(decode, META, newest, max_num_seqs=SEQS, max_blocks=sizes.max_blocks)
     for rows in sizes.decode:
         decoder.run([0] * rows, range(1, rows + 1), [[1]] * rows)
 
@@ -135,7 +136,7 @@ def test_it_finds_what_whole_graphs_launch(compiled: CompiledModel) -> None:
     assert found.keys() == whole.keys()
     runners = recorded(lambda: run_as_runners_do(compiled, sizes))
     around = {"_inputs_kernel", "_best_kernel", "_choose_kernel"}
-    fla = {"minivllm.ops.kernels.fla_inputs", "minivllm.ops.kernels.chunk_states", "fla.ops"}
+    fla = {"minivllm.ops.kernels.chunk_", "fla.ops"}
     missed = set(found) - set(runners)
     assert set(runners) <= set(found)
     for name, _ in missed:  # the runners launch these through implementations of meta's own
@@ -161,6 +162,20 @@ def test_no_other_size_needs_another_kernel(compiled: CompiledModel) -> None:
     )
     more = recorded(lambda: MetaSteps(compiled, CUDA, DTYPE, {}).launch(others))
     assert set(more) <= set(found), [name for name, _ in set(more) - set(found)]
+
+
+def test_the_choice_behind_a_prefill_needs_no_other_kernel(compiled: CompiledModel) -> None:
+    """So it is launched behind decode steps alone."""
+    sizes, steps = all_sizes(compiled), MetaSteps(compiled, CUDA, DTYPE, {})
+    found = recorded(lambda: steps.launch(sizes))
+    behind = recorded(
+        lambda: [
+            steps._launch_around(steps._run("prefill", step), sizes)
+            for step in prefill_sizes(sizes.buckets, sizes.prefills)
+        ]
+    )
+    names = {name.rpartition(".")[2] for name, _ in behind}
+    assert {"_best_kernel", "_choose_kernel"} <= names and set(behind) <= set(found)
 
 
 @pytest.mark.slow

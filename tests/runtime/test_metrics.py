@@ -78,7 +78,7 @@ def test_preemptions_and_failures(build: Builder, monkeypatch: pytest.MonkeyPatc
 
     def broken(step: object) -> StepLogits:
         logits = execute(step)  # type: ignore[arg-type]
-        return StepLogits(torch.full_like(logits.sampled, torch.nan), logits.prompt)
+        return StepLogits([torch.full_like(logits.sampled, torch.nan)], logits.prompt)
 
     monkeypatch.setattr(llm.engine.runner, "execute", broken)
     (output,) = llm.generate([1, 2, 3], greedy(5))

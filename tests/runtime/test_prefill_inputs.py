@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from array import array
+from dataclasses import replace
+
 import pytest
 import torch
 
-from minivllm.compiler.graph import INPUTS
 from minivllm.ops.fla import chunk_metadata
-from minivllm.runtime.prefill_inputs import ALIGNMENT, Bucket, Row, prefill_inputs
+from minivllm.runtime.prefill_inputs import ALIGNMENT, SPECS, Bucket, Row, prefill_inputs
 
 IDS = list(range(1000, 1400))
 ROWS = [
     Row(IDS, 0, 130, slot=3, blocks=[5, 2, 7], snapshots=[(64, 9), (128, 11)]),
-    Row(IDS, 70, 75, slot=1, blocks=[4, 6], copies=2),
+    Row(IDS, 70, 75, slot=1, blocks=[4, 6], copies=2, fork_slots=[6]),
     Row(IDS, 128, 192, slot=2, blocks=[8, 10, 12], all_logits=True, snapshots=[(192, 13)]),
 ]
 
@@ -35,10 +37,11 @@ def test_exact_inputs() -> None:
         "cu_seqlens": cu_seqlens.tolist(),
         "chunk_indices": chunk_indices.tolist(),
         "chunk_slots": [9, 11, 0, 0, 13],
+        "token_slots": [3, 1, 6, *[0] * 64, 2],
     }  # fmt: skip
     assert inputs.keys() == expected.keys()
     for name, value in inputs.items():
-        assert value.dtype == INPUTS[name].dtype and value.tolist() == expected[name], name
+        assert value.dtype == SPECS[name].dtype and value.tolist() == expected[name], name
 
 
 def test_padded_inputs() -> None:
@@ -54,6 +57,7 @@ def test_padded_inputs() -> None:
             assert not value[same:].any(), name
     assert padded["input_ids"].shape == padded["slot_mapping"].shape == (256,)
     assert padded["state_slots"].shape == padded["logits_rows"].shape == (8,)
+    assert padded["token_slots"].tolist() == [3, 1, 6, 0, 0, 0, 0, 0]
     assert (padded["slot_mapping"][135:] < 64).all()
     assert padded["cu_seqlens"].tolist() == [0, 130, 135, 135, 135, 135, 135, 135, 256]
     assert len(padded["chunk_slots"]) == len(padded["chunk_indices"])
@@ -83,3 +87,20 @@ def test_a_bucket_of_padding_alone() -> None:
     assert inputs.pop("cu_seqlens").tolist() == [0, 0, 64]
     assert inputs.pop("chunk_indices").tolist() == [[1, 0], [1, 1]]
     assert not any(value.any() for value in inputs.values())
+
+
+def test_whatever_was_in_the_memory_is_overwritten() -> None:
+    """A staging buffer holds another step's bytes; and an array's ids are those of a list."""
+    bucket = Bucket(256, 8)
+    expected = prefill_inputs(ROWS[:2], bucket).views()
+    rows = [replace(row, token_ids=array("Q", IDS)) for row in ROWS[:2]]
+    found = prefill_inputs(rows, bucket, memoryview(bytearray(b"\x07" * 100_000))).views()
+    for name, value in found.items():
+        assert torch.equal(value, expected[name]), name
+
+
+def test_places_in_any_blocks() -> None:
+    blocks = [1, 2**24 + 3, 1023, 2**31 - 1]
+    row = Row([0] * 256, 10, 250, slot=1, blocks=blocks)
+    places = [64 * block + n for block in blocks for n in range(64)]
+    assert prefill_inputs([row]).views()["slot_mapping"].tolist() == places[10:250]

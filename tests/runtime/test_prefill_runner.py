@@ -6,7 +6,10 @@ import itertools
 
 import torch
 
+from minivllm.runtime.newest_tokens import NewestTokens
 from minivllm.runtime.prefill_runner import PrefillRunner, prefill_buckets
+
+CPU = torch.device("cpu")
 
 
 def test_buckets_hold_what_can_run_at_once() -> None:
@@ -24,6 +27,6 @@ def test_buckets_hold_what_can_run_at_once() -> None:
 def test_without_buckets_nothing_is_captured() -> None:
     """As of an engine whose steps take fewer tokens than the smallest."""
     assert prefill_buckets(8, 4) == []
-    runner = PrefillRunner(None, torch.device("cpu"))  # type: ignore[arg-type]
+    runner = PrefillRunner(None, CPU, NewestTokens(2, CPU))  # type: ignore[arg-type]
     runner.capture([])
     assert runner.captures is None and runner.bucket([]) is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 import struct
+from array import array
 
 import pytest
 
@@ -24,9 +25,9 @@ from minivllm.runtime.step import Copy
 
 def test_a_digest_is_the_hash_of_its_parent_and_64_tokens():
     ids = [*range(64), *range(2**40, 2**40 + 64), 5, 6, 7]
-    root = hashlib.blake2b(b"none", digest_size=32).digest()
-    first = hashlib.blake2b(root + struct.pack("<64q", *ids[:64]), digest_size=32).digest()
-    second = hashlib.blake2b(first + struct.pack("<64q", *ids[64:128]), digest_size=32).digest()
+    root = hashlib.sha256(b"none").digest()
+    first = hashlib.sha256(root + struct.pack("<64q", *ids[:64])).digest()
+    second = hashlib.sha256(first + struct.pack("<64q", *ids[64:128])).digest()
     assert block_digests(ids, 2, None) == [first, second]
     assert block_digests(ids, 0, None) == []
     assert block_digests(ids, 2, None, [first]) == [second]
@@ -35,6 +36,7 @@ def test_a_digest_is_the_hash_of_its_parent_and_64_tokens():
 def test_a_chain_is_the_same_however_it_is_extended():
     ids = [random.Random(1).randrange(250_000) for _ in range(64 * 9)]
     whole = block_digests(ids, 9, "s")
+    assert block_digests(array("Q", ids), 9, "s") == whole
     for cut in range(1, 9):
         assert whole[:cut] + block_digests(ids, 9, "s", whole[:cut]) == whole
     request = Request("0", ids, len(ids), SamplingParams(), 0, CacheOptions(salt="s"))
