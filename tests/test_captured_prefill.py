@@ -14,7 +14,6 @@ from bench.cuda_parity import compare, preset, runner
 from minivllm.model.config import MiniQwenConfig
 from minivllm.model.weights import dummy_weights, parameter_shapes
 from minivllm.ops.fla import CHUNK_SIZE, max_chunks, padded_chunk_metadata
-from minivllm.ops.op import is_importable
 from minivllm.ops.paged_attention import BLOCK_SIZE
 from minivllm.presets import model_preset
 from minivllm.runtime.model_runner import ModelRunner
@@ -23,7 +22,6 @@ from minivllm.runtime.prefill_inputs import Row, prefill_inputs
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-    pytest.mark.skipif(not is_importable("fla"), reason="needs flash-linear-attention"),
 ]
 
 TOKENS, SEQS, KV_BLOCKS = 320, 5, 15

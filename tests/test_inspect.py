@@ -77,7 +77,7 @@ def test_no_kernel_package_is_needed(
     text = capsys.readouterr().out.partition("\non cuda, ")[2]
     chosen = dict(re.findall(r"^\| (\w+) \| [a-z0-9, ]+ \| (\w+) \|", text, re.MULTILINE))
     assert chosen["paged_attention_prefill"] == "triton"
-    assert chosen["fused_gated_delta_rule_prefill_slots"] == "fla"
+    assert chosen["fused_gated_delta_rule_prefill_slots"] == "triton"
     assert chosen["linear"] == "triton" and "attention" not in chosen
     assert text.count("needs package: not installed here") == len(chosen) - 1  # the heading
 

@@ -2,9 +2,10 @@
 
 Owns the reduction. Does not own what it is for: without data, a call depends on the shapes,
 strides and dtypes of its arguments alone, so the calls that are left launch the same kernels as
-all of them did (`runtime/kernel_builds.py`). Layers of one type fall together.
+all of them did (`runtime/kernel_builds.py`, `runtime/captures.py`). Layers of one type fall
+together.
 
-    small = skeleton(graph, leaves, inputs)       # the 0.8B's decode: 840 nodes become 60
+    small = skeleton(graph, states)               # the 0.8B's decode: 840 nodes become 60
 """
 
 from __future__ import annotations
@@ -13,20 +14,57 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
-from minivllm.compiler.graph import Graph
+from minivllm.compiler.graph import META, SYMBOLS, Graph
+
+# Sizes of `SYMBOLS`: primes that are no size of a model's. What is alike only because a batch has
+# as many tokens as a weight has rows is not alike.
+GENERIC = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049)
 
 
-def skeleton(graph: Graph, leaves: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Graph:
+def meta_weights(graph: Graph) -> dict[str, Tensor]:
+    """The graph's weights by name, without data."""
+    return {
+        name: torch.empty(spec.shape, dtype=spec.dtype, device=META)
+        for name, spec in graph.weights.items()
+    }
+
+
+def meta_inputs(graph: Graph, sizes: Mapping[str, int]) -> dict[str, Tensor]:
+    """The graph's inputs by name, without data.
+
+    Args:
+        sizes: of each symbol that they have as a dim.
+    """
+
+    def size(dim: str | int) -> int:
+        if isinstance(dim, int):
+            return dim
+        return sizes["seqs"] + 1 if dim == "seqs + 1" else sizes[dim]
+
+    specs = {name: graph.inputs[name] for name in graph.input_names}
+    return {
+        name: torch.empty([size(d) for d in spec.dims], dtype=spec.dtype, device=META)
+        for name, spec in specs.items()
+    }
+
+
+def skeleton(graph: Graph, states: Mapping[str, Tensor]) -> Graph:
     """The graph with one call for all that are alike; it returns something like its output.
+
+    One input may stand for others of its shape and dtype, so only zeros may be put into it.
 
     Args:
         graph: after its last pass; not changed.
-        leaves: its weights and states, on meta.
-        inputs: on meta, of sizes that coincide with no other one in the model: what is alike only
-            because a batch has as many tokens as a weight has rows is not alike.
+        states: a pool for each of its states, on meta.
     """
+    leaves = meta_weights(graph) | dict(states)
+    generic = dict(zip(SYMBOLS, GENERIC, strict=True))
+    if graph.phase == "decode":
+        generic["seqs"] = generic["tokens"]
+    inputs = meta_inputs(graph, generic)
     small = fx.Graph()
     values: dict[fx.Node, Any] = {}  # of the new graph's nodes
     calls: dict[tuple[Any, ...], fx.Node] = {}

@@ -112,7 +112,7 @@ def _varlen(
     return rule(*rows, initial_state, cu_seqlens, chunk_indices)
 
 
-def _varlen_fla(
+def _varlen_triton(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -124,7 +124,7 @@ def _varlen_fla(
     cu_seqlens: Tensor,
     chunk_indices: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """FLA's chunked kernels; beta is not rounded there."""
+    """By chunks; beta is not rounded there."""
     sequences = initial_state.shape[0]
     final_state = initial_state.clone(memory_format=torch.contiguous_format)
     slots = torch.arange(sequences, device=v.device)
@@ -282,7 +282,7 @@ FUSED_GATED_DELTA_RULE_PREFILL = define_op(
     fake=_varlen_fake,
     implementations=(
         Implementation("torch", _varlen, capturable=False),
-        Implementation("fla", _varlen_fla, ("cuda",), HALF_DTYPES, package="fla"),
+        Implementation("triton", _varlen_triton, ("cuda",), HALF_DTYPES, package="triton"),
     ),
     examples=_varlen_examples,
     tolerance=PREFILL_TOLERANCE,

@@ -241,7 +241,7 @@ FUSED_GATED_DELTA_RULE_PREFILL_SLOTS = define_op(
     fake=_prefill_slots_fake,
     implementations=(
         Implementation("torch", _prefill_slots, capturable=False),
-        Implementation("fla", delta_rule_by_chunks, ("cuda",), HALF_DTYPES, package="fla"),
+        Implementation("triton", delta_rule_by_chunks, ("cuda",), HALF_DTYPES, package="triton"),
     ),
     examples=_prefill_slots_examples,
     tolerance=PREFILL_TOLERANCE,

@@ -55,7 +55,8 @@ from minivllm.runtime.warmup import (
     run_largest_decode,
     run_largest_prefill,
     run_largest_sampling,
-    warm_up,
+    warm_up_decode,
+    warm_up_prefill,
 )
 
 logger = logging.getLogger(__name__)
@@ -253,8 +254,9 @@ class _Builder:
         if self.device.type == "cuda":
             start = time.perf_counter()
             with counted_builds() as builds:
-                warm_up(runner)
+                warm_up_prefill(runner)
                 captured = runner.capture(self._prefill_buckets()) if self._captures else 0
+                warm_up_decode(runner)  # replays, if there are any
                 torch.cuda.synchronize(self.device)
             what = f"warm-up, {captured} graphs captured, {builds.count} kernels built"
             seconds[what] = time.perf_counter() - start

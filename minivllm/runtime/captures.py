@@ -4,7 +4,7 @@ Owns capture and replay; the only file that knows CUDA Graphs. Does not own stat
 (`decode_runner`, `prefill_runner`).
 
     captures = Captures(device)
-    captures.rehearse(lambda: step(256))             # every step that will be captured
+    captures.rehearse(lambda: some_of(256))          # every size that will be captured
     captures.capture(256, lambda: step(256))         # the largest first
     logits = captures.replay(256)
 
@@ -41,7 +41,10 @@ class Captures:
         return len(self._graphs)
 
     def rehearse(self, run: Callable[[], object]) -> None:
-        """Run what will be captured: it builds kernels and workspaces, which a capture must not."""
+        """Run each kernel that will be captured: its first run loads it, which a capture must not.
+
+        A model's layers run the same kernels, so its skeleton does as well as all of it.
+        """
         current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):

@@ -5,7 +5,7 @@ around it (`ops/decode_step`), the tokens that steps begin with (`newest_tokens`
 (`captures`) nor who decodes.
 
     decoder = DecodeRunner(executable, device, newest_tokens, max_num_seqs=256, max_blocks=32)
-    decoder.capture()
+    decoder.capture(rehearsal)
     newest_tokens.store([3], torch.tensor([5]))
     logits = decoder.run(positions=[12], slots=[3], blocks=[[7]])
 
@@ -97,14 +97,17 @@ class DecodeRunner:
         self._addresses = self._static_addresses()
 
     @torch.inference_mode()
-    def capture(self) -> None:
-        """Capture every bucket; the GPU only."""
+    def capture(self, rehearsal: Executable) -> None:
+        """Capture every bucket; the GPU only.
+
+        Args:
+            rehearsal: runs what the graph runs, each call once; see `Captures.rehearse`.
+        """
         self.captures = Captures(self.device)
-        steps = {size: functools.partial(self._step, size) for size in reversed(self.buckets)}
-        for step in steps.values():
-            self.captures.rehearse(step)
-        for size, step in steps.items():
-            self.captures.capture(size, step)
+        for size in reversed(self.buckets):
+            self.captures.rehearse(functools.partial(self._step, size, rehearsal))
+        for size in reversed(self.buckets):
+            self.captures.capture(size, functools.partial(self._step, size, self.decode))
 
     @torch.inference_mode()
     def run(
@@ -132,17 +135,17 @@ class DecodeRunner:
         host = torch.tensor([[*row, *padding] for row in (positions, slots)])
         self.rows.copy_(self._staged(host), non_blocking=True)
         if self.captures is None:
-            return self._step(size)[:count]
+            return self._step(size, self.decode)[:count]
         return self.captures.replay(size)[:count]
 
-    def _step(self, size: int) -> Tensor:
+    def _step(self, size: int, decode: Executable) -> Tensor:
         """What is captured: from the static rows to logits, `[size, V]`, and greedy tokens."""
         rows = {name: row[:size] for name, row in zip(ROWS, self.rows, strict=True)}
         positions, slots = rows["positions"], rows["state_slots"]
         input_ids, block_table, seq_lens, slot_mapping = self._inputs.call(
             positions, slots, self.tokens, self.block_tables
         )
-        logits = self.decode(
+        logits = decode(
             input_ids=input_ids,
             **rows,
             block_table=block_table,

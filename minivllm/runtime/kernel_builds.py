@@ -40,22 +40,20 @@ from torch import Tensor
 
 from minivllm.compiler.bind import Executable, bind
 from minivllm.compiler.compile import CompiledModel
-from minivllm.compiler.graph import META, SYMBOLS, Graph
-from minivllm.compiler.skeleton import skeleton
+from minivllm.compiler.graph import META
+from minivllm.compiler.skeleton import meta_inputs, meta_weights, skeleton
 from minivllm.ops import Implementation, Op
 from minivllm.ops.decode_step import DECODE_INPUTS, GREEDY_TOKENS
 from minivllm.ops.fla import CHUNK_SIZE, max_chunks
 from minivllm.ops.op import is_importable
 from minivllm.ops.paged_attention import BLOCK_SIZE
-from minivllm.runtime.pools import EntryPool, of_kind
+from minivllm.runtime.pools import meta_views
 from minivllm.runtime.prefill_inputs import Bucket
 from minivllm.runtime.warmup import Parts
 
 logger = logging.getLogger(__name__)
 
 MAX_THREADS = 8  # a sixth to a quarter of a build holds Python's lock: more would wait for it
-# sizes of `SYMBOLS`: primes that are no size of a model's
-GENERIC = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049)
 _recording = threading.Lock()  # triton's launch is replaced by one recording at a time
 
 
@@ -212,20 +210,11 @@ class MetaSteps:
         self._later: list[Callable[[], None]] = []
         self._given_up: set[str] = set()
         self._graphs = compiled.graphs
-        pools: dict[str, Tensor] = {}
-        for kind in ("slot", "block"):
-            pools |= EntryPool(of_kind(compiled.decode.states, kind), 2, META).views
+        pools = meta_views(compiled.decode.states)
         self._steps: dict[str, Executable] = {}
         for phase, graph in self._graphs.items():
-            weights = {
-                name: torch.empty(spec.shape, dtype=spec.dtype, device=META)
-                for name, spec in graph.weights.items()
-            }
-            generic = dict(zip(SYMBOLS, GENERIC, strict=True))
-            if phase == "decode":
-                generic["seqs"] = generic["tokens"]
-            if reduced:
-                graph = skeleton(graph, weights | pools, _inputs(graph, generic))
+            graph = skeleton(graph, pools) if reduced else graph
+            weights = meta_weights(graph)
             self._steps[phase] = bind(graph, weights, pools, device, dtype, forced, self._call_of)
         self._around = [
             op.choose(device, torch.float32, forced.get(op.name))[0]
@@ -243,7 +232,7 @@ class MetaSteps:
             call()
 
     def _run(self, phase: str, sizes: Mapping[str, int]) -> Tensor:
-        return self._steps[phase](**_inputs(self._graphs[phase], sizes))
+        return self._steps[phase](**meta_inputs(self._graphs[phase], sizes))
 
     def _call_of(self, op: Op, chosen: Implementation) -> Callable[..., Any]:
         """A call of the implementation for its launches; its result is the op's fake's."""
@@ -301,21 +290,6 @@ def prefill_sizes(buckets: Iterable[Bucket], prefills: Iterable[Parts]) -> list[
             }
         )
     return sizes
-
-
-def _inputs(graph: Graph, sizes: Mapping[str, int]) -> dict[str, Tensor]:
-    """The graph's inputs on meta."""
-
-    def size(dim: str | int) -> int:
-        if isinstance(dim, int):
-            return dim
-        return sizes["seqs"] + 1 if dim == "seqs + 1" else sizes[dim]
-
-    specs = {name: graph.inputs[name] for name in graph.input_names}
-    return {
-        name: torch.empty([size(d) for d in spec.dims], dtype=spec.dtype, device=META)
-        for name, spec in specs.items()
-    }
 
 
 @contextmanager

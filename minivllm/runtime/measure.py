@@ -169,11 +169,7 @@ class _Prefill(_Step):
         self.runner.run(self.rows)  # whose inputs a captured one keeps
 
     def run(self, executable: Executable) -> None:
-        held, self.runner.prefill = self.runner.prefill, executable
-        try:
-            self.runner.step(self.inputs, self.greedy)
-        finally:
-            self.runner.prefill = held
+        self.runner.step(self.inputs, self.greedy, executable)
 
     def replay(self) -> None:
         if self.runner.captures is None:

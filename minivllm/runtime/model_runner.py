@@ -22,10 +22,11 @@ from torch import Tensor
 
 from minivllm.compiler.bind import Executable, bind
 from minivllm.compiler.compile import CompiledModel
+from minivllm.compiler.skeleton import skeleton
 from minivllm.model.miniqwen import MiniQwen
 from minivllm.runtime.decode_runner import DecodeRunner
 from minivllm.runtime.newest_tokens import NewestTokens
-from minivllm.runtime.pools import EntryPool, of_kind
+from minivllm.runtime.pools import EntryPool, meta_views, of_kind
 from minivllm.runtime.prefill_inputs import Bucket, Row
 from minivllm.runtime.prefill_runner import PrefillRunner
 from minivllm.runtime.step import BlockCopy, Chunk, StateCopy, Step
@@ -116,9 +117,12 @@ class ModelRunner:
             "host": self.host_snapshots,
         }
         pools = states_pool.views | self.blocks.views
+        self._compiled = compiled
+        self._bind = functools.partial(
+            bind, weights=weights, states=pools, device=device, dtype=dtype, forced=implementations
+        )
         self.graphs: dict[str, Executable] = {
-            phase: bind(graph, weights, pools, device, dtype, implementations)
-            for phase, graph in compiled.graphs.items()
+            phase: self._bind(graph) for phase, graph in compiled.graphs.items()
         }
         self.newest = NewestTokens(sizes.num_slots, device, vocab_limit, implementations)
         self.prefiller = PrefillRunner(self.graphs["prefill"], device, self.newest)
@@ -153,13 +157,18 @@ class ModelRunner:
         implementations allow; the GPU only. Returns the number of graphs."""
         with self.on_device():
             graphs = 0
-            if self.graphs["prefill"].capturable:
-                self.prefiller.capture(prefill_buckets)
+            if self.graphs["prefill"].capturable and prefill_buckets:
+                self.prefiller.capture(prefill_buckets, self._rehearsal("prefill"))
                 graphs += len(prefill_buckets)
             if self.graphs["decode"].capturable:
-                self.decoder.capture()
+                self.decoder.capture(self._rehearsal("decode"))
                 graphs += len(self.decoder.buckets)
             return graphs
+
+    def _rehearsal(self, phase: str) -> Executable:
+        """Of all kernels that a phase's graph launches, each once."""
+        graph = self._compiled.graphs[phase]
+        return self._bind(skeleton(graph, meta_views(graph.states)))
 
     def execute(self, step: Step) -> StepLogits:
         """Run a step: copies, prefill, decode, copies."""

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from minivllm.compiler.graph import StateSpec
+from minivllm.compiler.graph import META, StateSpec
 
 ALIGNMENT = 256  # bytes: of every tensor in an entry, so that kernels may load it in wide words
 
@@ -33,6 +33,14 @@ def entry_bytes(specs: Mapping[str, StateSpec]) -> int:
 def of_kind(specs: Mapping[str, StateSpec], kind: str) -> dict[str, StateSpec]:
     """Those of the states that a sequence has once ("slot"), or once a block ("block")."""
     return {name: spec for name, spec in specs.items() if spec.kind == kind}
+
+
+def meta_views(specs: Mapping[str, StateSpec]) -> dict[str, Tensor]:
+    """Pools of two entries without data, strided as those of a run: name to `[2, *shape]`."""
+    views: dict[str, Tensor] = {}
+    for kind in ("slot", "block"):
+        views |= EntryPool(of_kind(specs, kind), 2, META).views
+    return views
 
 
 class EntryPool:

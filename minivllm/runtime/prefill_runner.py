@@ -5,7 +5,7 @@ the graph (`compiler/bind`), whose tokens it chooses (`newest_tokens`), CUDA Gra
 which prompts run.
 
     prefiller = PrefillRunner(executable, device, newest_tokens)
-    prefiller.capture(buckets)
+    prefiller.capture(buckets, rehearsal)
     logits = prefiller.run([Row(ids, 0, len(ids), slot=1, blocks=[1, 2])])
 
 Called from Python, the kernels of a short prefill take the host longer than the GPU; a captured
@@ -83,10 +83,13 @@ class PrefillRunner:
         self._staging: _Staging | None = None
 
     @torch.inference_mode()
-    def capture(self, buckets: Sequence[Bucket]) -> None:
-        """Capture these buckets, if there are any; the GPU only."""
-        if not buckets:
-            return
+    def capture(self, buckets: Sequence[Bucket], rehearsal: Executable) -> None:
+        """Capture these buckets; the GPU only.
+
+        Args:
+            buckets: at least one.
+            rehearsal: runs what the graph runs, each call once; see `Captures.rehearse`.
+        """
         self.buckets = sorted(buckets)
         self._tokens = [bucket.tokens for bucket in self.buckets]
         self.captures = Captures(self.device)
@@ -98,12 +101,10 @@ class PrefillRunner:
         self._staging = _Staging(self._static, self.device)
         steps = {}
         for bucket in reversed(self.buckets):
-            inputs = prefill_inputs([], bucket)
-            there = self._static[bucket]
-            there.copy_(inputs.tensor())
+            inputs = prefill_inputs([], bucket).views(self._static[bucket])
             greedy = self._static_greedy[: bucket.rows]
-            steps[bucket] = functools.partial(self.step, inputs.views(there), greedy)
-            self.captures.rehearse(steps[bucket])
+            steps[bucket] = functools.partial(self.step, inputs, greedy)
+            self.captures.rehearse(functools.partial(self.step, inputs, greedy, rehearsal))
         for bucket, step in steps.items():
             self.captures.capture(bucket, step)
 
@@ -136,9 +137,16 @@ class PrefillRunner:
         self.greedy = self._static_greedy[:wanted]
         return logits[:wanted]
 
-    def step(self, inputs: Mapping[str, Tensor], greedy: Tensor) -> Tensor:
-        """What is captured: from inputs to the wanted logits, `[R, V]`, and `greedy`, `[R]`."""
-        logits = self.prefill(**{name: inputs[name] for name in self.prefill.inputs})
+    def step(
+        self, inputs: Mapping[str, Tensor], greedy: Tensor, prefill: Executable | None = None
+    ) -> Tensor:
+        """What is captured: from inputs to the wanted logits, `[R, V]`, and `greedy`, `[R]`.
+
+        Args:
+            prefill: the graph in another form; None: as it is bound.
+        """
+        prefill = prefill or self.prefill
+        logits = prefill(**{name: inputs[name] for name in prefill.inputs})
         self._newest.choose(logits, inputs[TOKEN_SLOTS], greedy)
         return logits
 

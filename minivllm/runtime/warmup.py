@@ -3,7 +3,7 @@
 Owns what is run, the counting of builds and the measuring of memory. Does not own the kernels.
 
     with counted_builds() as builds:
-        warm_up(runner)
+        warm_up_prefill(runner)
     builds.count
 
 Pools hold nothing yet when these run, and what they write is never read: a sequence that starts
@@ -52,11 +52,16 @@ class Builds:
     count: int = 0
 
 
-def warm_up(runner: ModelRunner) -> None:
-    """Run short prefills of every kind, and a decode step of every batch size."""
+def warm_up_prefill(runner: ModelRunner) -> None:
+    """Run short prefills of every kind."""
     longest = runner.decoder.block_tables.shape[1]
     for parts in prefills(longest * BLOCK_SIZE):
         runner.prefill([_row(start, end, longest) for start, end in parts])
+
+
+def warm_up_decode(runner: ModelRunner) -> None:
+    """Run a decode step of every batch size."""
+    longest = runner.decoder.block_tables.shape[1]
     for size in runner.decoder.buckets:
         runner.decode([_row(0, 1, longest, slot) for slot in range(1, size + 1)])
 

@@ -225,10 +225,7 @@ def test_the_compiled_graph_for_cuda(
     """Our own kernels wherever there is one, the substitutes of those whose package is missing."""
     monkeypatch.setattr(op_module, "is_importable", lambda name: True)
     step = for_cuda(half_compiled.graphs[phase])
-    others = {}
-    if phase == "prefill":
-        others = {"fused_gated_delta_rule_prefill_slots": "fla"}
-    assert step.implementations == dict.fromkeys(OPS_OF[phase], "triton") | others
+    assert step.implementations == dict.fromkeys(OPS_OF[phase], "triton")
     assert step.warnings == []
     monkeypatch.setattr(op_module, "is_importable", lambda name: False)
     step = for_cuda(half_compiled.graphs[phase])

@@ -12,38 +12,19 @@ from torch import Tensor, fx
 from minivllm.compiler.bind import bind
 from minivllm.compiler.compile import CompiledModel, compile_model
 from minivllm.compiler.graph import META, SYMBOLS, Graph
-from minivllm.compiler.skeleton import skeleton
+from minivllm.compiler.skeleton import meta_inputs, meta_weights, skeleton
 from minivllm.config import CompilerOptions
 from minivllm.model.config import MiniQwenConfig
 
-PRIMES = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049)
 
-
-def leaves(graph: Graph) -> dict[str, Tensor]:
-    weights = {n: (w.shape, w.dtype) for n, w in graph.weights.items()}
-    states = {n: ((2, *s.shape), s.dtype) for n, s in graph.states.items()}
-    every = weights | states
-    return {n: torch.empty(shape, dtype=dtype, device=META) for n, (shape, dtype) in every.items()}
-
-
-def inputs(graph: Graph, sizes: dict[str, int]) -> dict[str, Tensor]:
-    def size(dim: str | int) -> int:
-        if isinstance(dim, int):
-            return dim
-        return sizes["seqs"] + 1 if dim == "seqs + 1" else sizes[dim]
-
-    specs = {n: graph.inputs[n] for n in graph.input_names}
+def states(graph: Graph) -> dict[str, Tensor]:
     return {
-        n: torch.empty([size(d) for d in spec.dims], dtype=spec.dtype, device=META)
-        for n, spec in specs.items()
+        n: torch.empty((2, *s.shape), dtype=s.dtype, device=META) for n, s in graph.states.items()
     }
 
 
 def reduced(graph: Graph) -> Graph:
-    sizes = dict(zip(SYMBOLS, PRIMES, strict=True))
-    if graph.phase == "decode":
-        sizes["seqs"] = sizes["tokens"]
-    return skeleton(graph, leaves(graph), inputs(graph, sizes))
+    return skeleton(graph, states(graph))
 
 
 def calls(graph: Graph) -> Counter[str]:
@@ -80,7 +61,7 @@ def test_it_runs_at_other_sizes(phase: str, compiled: CompiledModel) -> None:
     graph = compiled.graphs[phase]
     small = reduced(graph)
     sizes = dict(zip(SYMBOLS, (24, 24 if phase == "decode" else 3, 5, 7, 9, 11, 4, 6), strict=True))
-    every = leaves(graph)
+    every = meta_weights(graph) | states(graph)
 
     def call_of(op, _):
         def call(*args):
@@ -91,7 +72,7 @@ def test_it_runs_at_other_sizes(phase: str, compiled: CompiledModel) -> None:
 
     results = [
         bind(g, every, every, torch.device("cpu"), torch.float32, None, call_of)(
-            **inputs(graph, sizes)
+            **meta_inputs(graph, sizes)
         )
         for g in (graph, small)
     ]
@@ -112,8 +93,7 @@ def test_what_differs_stays() -> None:
     wide = traced.call_function(torch.ops.aten.expand.default, (parts[0], [2, 998]))
     traced.output((wide, parts[1], parts[2]))
     graph = Graph(traced, "decode", {}, None)
-    given = {"input_ids": torch.empty(1009, dtype=torch.int64, device=META)}
-    small = skeleton(graph, {}, given)
+    small = skeleton(graph, {})
     assert calls(small) == {
         "aten.mul.Tensor": 2,  # by 2 and by 3
         "aten.add.Tensor": 1,

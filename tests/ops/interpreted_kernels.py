@@ -45,6 +45,7 @@ KERNELS = {
 }
 LINEARS = tuple(name for name in OPS if "linear" in name)
 STEP = ("decode_inputs", "greedy_tokens")  # around the decode graph
+CHUNKED = ("fused_gated_delta_rule_prefill", "fused_gated_delta_rule_prefill_slots")
 # of a prefill, with what they take of the heads: 40 channels, in all
 CONVOLUTIONS: dict[str, tuple[int, ...]] = {
     "causal_conv1d_prefill_slots": (),
@@ -102,6 +103,7 @@ def test_every_kernel_is_here() -> None:
         "causal_conv1d_qkv_prefill_slots",
         "causal_conv1d_decode_slots",
         "fused_gated_delta_rule_decode_slots",
+        *CHUNKED,
         "paged_kv_write",
         "paged_attention_prefill",
         "paged_attention_decode",
@@ -142,11 +144,12 @@ def assert_shapes(sets: Iterable[tuple[str, list[tuple[Any, ...]]]], names: Iter
 def test_the_shapes_of_a_model(model: str, tokens: int) -> None:
     torch.manual_seed(0)
     config = model_config(model)
-    prefill = {"causal_conv1d_prefill_slots", "causal_conv1d_qkv_prefill_slots"}
+    prefill = {"causal_conv1d_prefill_slots", "causal_conv1d_qkv_prefill_slots", CHUNKED[1]}
     shapes = Shapes(config, torch.bfloat16, "cpu")
     # thousands of programs a product at real sizes: bench/linear.py checks them, on a GPU
     left_out = {
         *prefill,
+        CHUNKED[0],
         "paged_attention_prefill",
         *STEP,
         *(LINEARS if model == "miniqwen08b" else ()),

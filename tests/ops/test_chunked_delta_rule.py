@@ -1,8 +1,8 @@
 """Packed sequences in buffers of a fixed size: the indices, and the chunked rule over them.
 
 What needs no GPU: the padded indices; the ops' torch forms over them; our kernels in triton's
-interpreter (`interpreted_chunks.py`) and compiled to machine code. On a GPU: all of them, with
-FLA's, against the op's definition, and captured replays against exact, uncaptured calls.
+interpreter (`interpreted_chunks.py`) and compiled to machine code. On a GPU: all of them
+against the op's definition, and captured replays against exact, uncaptured calls.
 """
 
 from __future__ import annotations
@@ -26,16 +26,13 @@ from torch import Tensor
 
 from bench.kernels import Shapes, model_config
 from minivllm.ops import OPS
-from minivllm.ops.chunked_delta_rule import output_kernel
 from minivllm.ops.fla import CHUNK_SIZE, chunk_metadata, max_chunks, padded_chunk_metadata
 from minivllm.ops.kernels import kernel
-from minivllm.ops.op import is_importable
 
 HERE = Path(__file__).resolve().parent
 GPU = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-    pytest.mark.skipif(not is_importable("fla"), reason="needs flash-linear-attention"),
 ]
 SLOT_OPS = (
     "causal_conv1d_prefill_slots",
@@ -222,14 +219,6 @@ def gpu(*more: Any) -> Any:
 
 
 @gpu()
-def test_the_kernel_takes_what_it_is_given() -> None:
-    """FLA's kernels are internal to it: another version may name its arguments otherwise."""
-    rows = {"q", "k", "v", "h", "g", "g_gamma", "o", "cu_seqlens", "chunk_indices", "scale"}
-    sizes = {"T", "H", "HV", "K", "V", "BT", "BK", "BV", "STATE_V_FIRST"}
-    assert rows | sizes <= set(output_kernel().arg_names)
-
-
-@gpu()
 @pytest.mark.parametrize("lengths", BATCHES, ids=str)
 def test_the_stages_are_the_definition(lengths: tuple[int, ...], poisoned: None) -> None:
     """At a model's head dims, padded: the rows and states of every sequence, padding's too."""
@@ -239,8 +228,8 @@ def test_the_stages_are_the_definition(lengths: tuple[int, ...], poisoned: None)
     rows = (*bucket.rows(SLOT_OPS[1], TOKENS), bucket.A_log, bucket.dt_bias)
     initial = torch.randn(SEQS, *bucket.recurrent.shape[1:], device="cuda")
     _, _, *metadata = bucket.places(lengths, whole=True)
-    fla_call = next(i.call for i in op.implementations if i.name == "fla")
-    o, final = fla_call(*rows, initial, *metadata)
+    call = op.choose(torch.device("cuda"), torch.bfloat16)[0].call
+    o, final = call(*rows, initial, *metadata)
     exact = [x.float().cpu() for x in (*rows, initial)]
     expected_o, expected_final = op.definition(*exact, *(x.cpu() for x in metadata))
     test_ops.assert_near(o.cpu(), expected_o, op.tolerance[torch.bfloat16])
@@ -290,8 +279,10 @@ def test_replays_are_exact_calls(name: str, poisoned: None) -> None:
         assert torch.equal(state[1:], exact_state[1:]), lengths
 
 
-@pytest.mark.parametrize("name", ["unit_rows", "chunk_wy"])
-def test_the_kernels_compile(name: str, compiled: Any) -> None:  # noqa: F811
+@pytest.mark.parametrize(
+    ("name", "registers"), [("unit_rows", 64), ("chunk_wy", 255), ("chunk_output", 255)]
+)
+def test_the_kernels_compile(name: str, registers: int, compiled: Any) -> None:  # noqa: F811
     """To machine code of both architectures: one variant for a model, whatever the lengths."""
     launch = kernel(name, name)
 
@@ -299,13 +290,18 @@ def test_the_kernels_compile(name: str, compiled: Any) -> None:  # noqa: F811
         shapes = Shapes(model_config(model), torch.bfloat16, "meta")
         for lengths in ((512,), (3000, 1, 70)):
             q, k, v, *gates = shapes.recurrent_rows(sum(lengths))
-            metadata = (x.to("meta") for x in chunk_metadata(lengths))
-            yield launch, (q, k, v) if name == "unit_rows" else (k, v, *gates, *metadata)
+            metadata = [x.to("meta") for x in chunk_metadata(lengths)]
+            before = k.new_empty(len(metadata[1]), v.shape[1], k.shape[2], v.shape[2])
+            rows = {
+                "unit_rows": (q, k, v),
+                "chunk_wy": (k, v, *gates, *metadata),
+                "chunk_output": (q, k, v, before, gates[0].float(), *metadata),
+            }
+            yield launch, rows[name]
 
     for capability, model in ((90, "miniqwen08b"), (80, "miniqwen08b"), (90, "tiny")):
         (found,) = compiled(capability, launches(model))
-        assert found.local == found.stack == 0, found
-        assert found.registers <= {"unit_rows": 64, "chunk_wy": 255}[name], found
+        assert found.local == found.stack == 0 and found.registers <= registers, found
         assert found.shared <= 99 * 1024, found
 
 
@@ -361,7 +357,11 @@ def test_other_head_dims_compile(compiled: Any) -> None:  # noqa: F811
     launches = []
     for rows in examples:
         q, k, v, *gates, _, cu_seqlens, chunk_indices = (x.to("meta") for x in rows)
-        launches.append((kernel("unit_rows", "unit_rows"), (q, k, v)))
-        wy = (k, v, *gates, cu_seqlens, chunk_indices)
-        launches.append((kernel("chunk_wy", "chunk_wy"), wy))
+        places = cu_seqlens, chunk_indices
+        before = k.new_empty(len(chunk_indices), v.shape[1], k.shape[2], v.shape[2])
+        launches += [
+            (kernel("unit_rows", "unit_rows"), (q, k, v)),
+            (kernel("chunk_wy", "chunk_wy"), (k, v, *gates, *places)),
+            (kernel("chunk_output", "chunk_output"), (q, k, v, before, gates[0].float(), *places)),
+        ]
     assert compiled(90, iter(launches))

@@ -31,7 +31,12 @@ from minivllm.ops.kernels import kernel  # noqa: E402
 from minivllm.ops.paged_attention import BLOCK_SIZE  # noqa: E402
 
 # these have tests of their own
-ELSEWHERE = ("paged_attention_prefill", "causal_conv1d_qkv_prefill_slots")
+ELSEWHERE = (
+    "paged_attention_prefill",
+    "causal_conv1d_qkv_prefill_slots",
+    "fused_gated_delta_rule_prefill",
+    "fused_gated_delta_rule_prefill_slots",
+)
 TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 KERNELS = {
     name: implementation.call

@@ -33,7 +33,6 @@ from minivllm.compiler.graph import META  # noqa: E402
 from minivllm.config import CompilerOptions  # noqa: E402
 from minivllm.errors import UserError  # noqa: E402
 from minivllm.ops import Implementation, Op  # noqa: E402
-from minivllm.ops.op import is_importable  # noqa: E402
 from minivllm.runtime.decode_runner import DecodeRunner, bucket_sizes  # noqa: E402
 from minivllm.runtime.kernel_builds import (  # noqa: E402
     KernelBuilds,
@@ -136,12 +135,10 @@ def test_it_finds_what_whole_graphs_launch(compiled: CompiledModel) -> None:
     assert found.keys() == whole.keys()
     runners = recorded(lambda: run_as_runners_do(compiled, sizes))
     around = {"_inputs_kernel", "_best_kernel", "_choose_kernel"}
-    fla = {"minivllm.ops.kernels.chunk_", "fla.ops"}
     missed = set(found) - set(runners)
     assert set(runners) <= set(found)
     for name, _ in missed:  # the runners launch these through implementations of meta's own
-        file, _, function = name.rpartition(".")
-        assert function in around or file.startswith(tuple(fla)), name
+        assert name.rpartition(".")[2] in around, name
     names = Counter(name.rpartition(".")[2] for name, _ in found)
     assert {*around, "_paged_prefill_kernel", "_paged_decode_kernel", "_dot_kernel"} <= set(names)
     assert len(found) > 40
@@ -371,7 +368,6 @@ LLM("miniqwen08b", load_format="dummy", skip_tokenizer_init=True, device="cuda")
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-@pytest.mark.skipif(not is_importable("fla"), reason="needs flash-linear-attention")
 def test_a_cold_start_builds_nothing_later(tmp_path: Path) -> None:
     """With empty caches: all kernels in threads, none in the first runs or the captures."""
     done = subprocess.run(

@@ -28,5 +28,4 @@ def test_without_buckets_nothing_is_captured() -> None:
     """As of an engine whose steps take fewer tokens than the smallest."""
     assert prefill_buckets(8, 4) == []
     runner = PrefillRunner(None, CPU, NewestTokens(2, CPU))  # type: ignore[arg-type]
-    runner.capture([])
     assert runner.captures is None and runner.bucket([]) is None

@@ -17,7 +17,8 @@ from minivllm.runtime.warmup import (
     run_largest_decode,
     run_largest_prefill,
     run_largest_sampling,
-    warm_up,
+    warm_up_decode,
+    warm_up_prefill,
 )
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=70, ignore_eos=True)
@@ -55,7 +56,8 @@ def test_it_runs_everything_and_changes_no_answer(
     llm = build(max_num_seqs=11)
     runner, ran = spied(llm, monkeypatch)
     with counted_builds() as builds:
-        warm_up(runner)
+        warm_up_prefill(runner)
+        warm_up_decode(runner)
     assert ran == [*PREFILLS, 1, 2, 4, 8, 11]
     assert builds.count == 0, "a CPU builds nothing"
     prompts = [random_ids(n, VOCAB, seed=n) for n in (1, 20, 64, 130)]
@@ -68,7 +70,8 @@ def test_it_runs_everything_and_changes_no_answer(
 def test_the_smallest_pools(length: int, build: Builder, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = build(max_num_seqs=1, blocks=-(-length // 64), snapshots=0, max_model_len=length)
     runner, ran = spied(llm, monkeypatch)
-    warm_up(runner)
+    warm_up_prefill(runner)
+    warm_up_decode(runner)
     longest = -(-length // 64) * 64
     assert all(end <= longest for parts in ran[:-1] for _, end in parts) and ran[-1] == 1
     assert ran[0] == ((0, 1),)
