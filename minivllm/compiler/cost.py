@@ -7,12 +7,13 @@ Owns the counting. Does not own measurements (`bench/`).
     table.stages["decode"][-1].cost.launches
 
 A launch is a call that computes something; views and tuple elements cost nothing. Decode attention
-is two where its kernel splits the keys, and so is a linear with the norm behind it; prefill
-attention's second kernel, behind a short part that is split as well, is not counted. Bytes are what
-a call must read and write at least once: its tensors, but of a pool only the rows it touches, and
-no scratch memory. FLOPs are those of linears, convolutions, attention (of the keys that a token
-sees) and the delta rule as it is defined, token by token; a multiplication and an addition are two.
-What acts on each element by itself is bound by its bytes and counts none.
+is two where its kernel splits the keys, and so is a linear with the norm behind it; the chunked
+delta rule is three, and one more for rows that are not normalized; prefill attention's second
+kernel, behind a short part that is split as well, is not counted. Bytes are what a call must read
+and write at least once: its tensors, but of a pool only the rows it touches, and no scratch memory.
+FLOPs are those of linears, convolutions, attention (of the keys that a token sees) and the delta
+rule as it is defined, token by token; a multiplication and an addition are two. What acts on each
+element by itself is bound by its bytes and counts none.
 """
 
 from __future__ import annotations
@@ -28,11 +29,14 @@ from torch.fx import Node
 
 from minivllm.compiler.graph import Graph
 from minivllm.ops import OPS
+from minivllm.ops.chunked_delta_rule import launches as chunked_launches
 from minivllm.ops.linear import launches as linear_launches
 from minivllm.ops.paged_attention import num_splits
 
 aten = torch.ops.aten
 LINEARS = {OPS[name].overload: name for name in OPS if "linear" in name}
+CHUNKED = [OPS[f"fused_gated_delta_rule_prefill{end}"].overload for end in ("", "_slots")]
+NORMALIZED = [a.name for a in CHUNKED[1]._schema.arguments].index("normalized")
 CONTEXT = 256  # tokens of KV cache that a sequence of a planned step attends to, or its own if more
 STEPS = {"prefill": 512, "decode": 1}  # phase to the tokens of the one sequence of a planned step
 
@@ -133,6 +137,8 @@ def call_cost(graph: Graph, node: Node, values: Sizes, context: int) -> Cost:
     if node.target in LINEARS:
         rows = node.all_input_nodes[0].meta["val"]
         launches = linear_launches(LINEARS[node.target], values[rows.shape[0]], rows.dtype)
+    if node.target in CHUNKED:
+        launches = chunked_launches(len(node.args) > NORMALIZED and bool(node.args[NORMALIZED]))
     sequences = values[graph.symbols["seqs"]]
     for source in node.all_input_nodes:
         spec = graph.states.get(str(source.target))

@@ -18,9 +18,8 @@ LLVM, ptxas, the C compiler for a launcher) runs without Python's lock.
 One engine of a process starts at a time: while another one's kernels are built or its graphs
 captured, a launch might meet a kernel that is not ready.
 
-Left to their first use: what an autotuner has to time (FLA's kernel of head dims, or on devices,
-whose choice `ops/chunked_delta_rule.py` does not know), and entries that look at data (FLA's own,
-in eager mode).
+Left to their first use: what an autotuner has to time, and entries that look at data. FLA's are
+both, which run in eager mode.
 """
 
 from __future__ import annotations
