@@ -39,7 +39,7 @@ from minivllm.model.config import MiniQwenConfig
 from minivllm.model.miniqwen import inv_freq
 from minivllm.model.weights import load_config, resolve_model
 from minivllm.ops import OPS, Implementation, Op
-from minivllm.ops.fla import chunk_metadata
+from minivllm.ops.chunks import chunk_metadata
 from minivllm.ops.paged_attention import BLOCK_SIZE
 from minivllm.presets import model_preset
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from bench.cuda_parity import compare, preset, runner
 from minivllm.model.config import MiniQwenConfig
 from minivllm.model.weights import dummy_weights, parameter_shapes
-from minivllm.ops.fla import CHUNK_SIZE, max_chunks, padded_chunk_metadata
+from minivllm.ops.chunks import CHUNK_SIZE, max_chunks, padded_chunk_metadata
 from minivllm.ops.paged_attention import BLOCK_SIZE
 from minivllm.presets import model_preset
 from minivllm.runtime.model_runner import ModelRunner

@@ -43,7 +43,7 @@ from minivllm.model.config import MiniQwenConfig
 from minivllm.model.miniqwen import MiniQwen, constants
 from minivllm.model.weights import dummy_weights, load_config, load_weights, parameter_shapes
 from minivllm.ops import OPS
-from minivllm.ops.fla import chunk_metadata
+from minivllm.ops.chunks import chunk_metadata
 from minivllm.presets import model_preset
 
 BLOCK_SIZE = 16

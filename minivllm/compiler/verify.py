@@ -32,7 +32,7 @@ from minivllm.model.config import MiniQwenConfig
 from minivllm.model.miniqwen import constants
 from minivllm.model.weights import dummy_weights
 from minivllm.ops import OPS
-from minivllm.ops.fla import chunk_metadata
+from minivllm.ops.chunks import chunk_metadata
 from minivllm.ops.paged_attention import BLOCK_SIZE
 
 # how many leading arguments of an opaque op have a row per token

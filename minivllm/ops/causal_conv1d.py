@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minivllm.ops import fla
+from minivllm.ops.chunks import chunk_metadata
 from minivllm.ops.op import HALF_DTYPES, Implementation, define_op
 
 
@@ -152,7 +153,7 @@ def _varlen_examples(generator: torch.Generator, dtype: torch.dtype) -> list[tup
         x = torch.randn(sum(lengths), 2 * channels, generator=generator).to(dtype)[:, :channels]
         state = torch.randn(len(lengths), channels, 4, generator=generator).to(dtype)
         weight = _weights(generator, dtype, channels, 4)
-        examples.append((x, weight, state, *fla.chunk_metadata(lengths)))
+        examples.append((x, weight, state, *chunk_metadata(lengths)))
     return examples
 
 

@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minivllm.ops import fla
 from minivllm.ops.causal_conv1d import CAUSAL_CONV1D_PREFILL, define_update, define_varlen
+from minivllm.ops.chunks import chunk_metadata
 from minivllm.ops.examples import columns, pool, scattered_slots, vector
 from minivllm.ops.fused_gated_delta_rule import unit
 from minivllm.ops.kernels import kernel
@@ -234,7 +234,7 @@ def _prefill_slots_examples(
         weight = vector(generator, dtype, channels, TAPS)
         examples.append(
             (x, weight, pool(states, slots, SLOTS), slots, num_computed_tokens,
-             *fla.chunk_metadata(lengths), *heads, kept and entries[list(kept)].int())
+             *chunk_metadata(lengths), *heads, kept and entries[list(kept)].int())
         )  # fmt: skip
     return examples
 

@@ -6,7 +6,7 @@ shapes alone: nothing waits for the device, so a prefill can be captured in a CU
 replayed with other sequences of other lengths. They solve the system of each chunk
 (`kernels/chunk_wy.py`), carry the state from chunk to chunk, read from a pool and written to it
 (`kernels/chunk_states.py`), and make the output (`kernels/chunk_output.py`). Does not own these,
-nor the indices (`fla.padded_chunk_lists`).
+nor the indices (`chunks.padded_chunk_lists`).
 
     o = delta_rule_by_chunks(q, k, v, a, b, A_log, dt_bias, state, slots, num_computed_tokens,
                              cu_seqlens, chunk_indices, chunk_slots)

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from minivllm.ops import fla, gated_delta_rule
 from minivllm.ops.chunked_delta_rule import delta_rule_by_chunks
+from minivllm.ops.chunks import chunk_metadata
 from minivllm.ops.examples import columns, vector
 from minivllm.ops.op import HALF_DTYPES, Implementation, define_op
 
@@ -246,7 +247,7 @@ def _varlen_examples(generator: torch.Generator, dtype: torch.dtype) -> list[tup
         (
             *example_rows(generator, dtype, sum(lengths), 2),
             example_states(generator, len(lengths)),
-            *fla.chunk_metadata(lengths),
+            *chunk_metadata(lengths),
         )
         for lengths in ((1,), (64, 3), (5, 0, 129, 1))
     ]

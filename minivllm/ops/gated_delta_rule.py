@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from minivllm.ops import fla
+from minivllm.ops.chunks import CHUNK_SIZE, chunk_metadata
 from minivllm.ops.op import HALF_DTYPES, Implementation, define_op
 
 
@@ -84,7 +85,7 @@ def _chunked(
     dependent steps. Takes and returns float32; state is `[HV, V, K]`.
     """
     tokens, heads = v.shape[:2]
-    size = fla.CHUNK_SIZE
+    size = CHUNK_SIZE
     pad = -tokens % size
 
     def by_chunk(x: Tensor) -> Tensor:
@@ -233,7 +234,7 @@ def _empty_state(k: Tensor, v: Tensor) -> Tensor:
 
 def define_sequence(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
     """A whole sequence from an empty state, token by token; shapes as in `define_varlen`."""
-    cu_seqlens, chunk_indices = fla.chunk_metadata([v.shape[0]])
+    cu_seqlens, chunk_indices = chunk_metadata([v.shape[0]])
     return define_varlen(q, k, v, g, beta, _empty_state(k, v), cu_seqlens, chunk_indices)[0]
 
 
@@ -281,7 +282,7 @@ def _varlen_examples(generator: torch.Generator, dtype: torch.dtype) -> list[tup
         (
             *_example_rows(generator, dtype, sum(lengths), 2, 4),
             _example_state(generator, len(lengths), 4),
-            *fla.chunk_metadata(lengths),
+            *chunk_metadata(lengths),
         )
         for lengths in ((1,), (64, 3), (5, 0, 129, 1))
     ]

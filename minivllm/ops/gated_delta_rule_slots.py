@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minivllm.ops import fla, gated_delta_rule
+from minivllm.ops import gated_delta_rule
 from minivllm.ops.chunked_delta_rule import delta_rule_by_chunks
+from minivllm.ops.chunks import chunk_metadata
 from minivllm.ops.examples import pool, scattered_slots
 from minivllm.ops.fused_gated_delta_rule import (
     PREFILL_TOLERANCE,
@@ -206,7 +207,7 @@ def _prefill_slots_examples(
         chunk_slots = None if kept is None else entries.int()[list(kept)]
         examples.append(
             (q, k, *rows, pool(states, slots, SLOTS), slots, num_computed_tokens,
-             *fla.chunk_metadata(lengths), chunk_slots, normalized)
+             *chunk_metadata(lengths), chunk_slots, normalized)
         )  # fmt: skip
     return examples
 

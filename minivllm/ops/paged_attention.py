@@ -29,7 +29,7 @@ from minivllm.ops.attention import (
     example_rows,
     fused_attention,
 )
-from minivllm.ops.fla import CHUNK_SIZE
+from minivllm.ops.chunks import CHUNK_SIZE
 from minivllm.ops.kernels import kernel
 from minivllm.ops.op import HALF_DTYPES, Implementation, define_op
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from minivllm.ops.fla import CHUNK_SIZE, chunk_metadata
+from minivllm.ops.chunks import CHUNK_SIZE, chunk_metadata
 
 
 def initial_states(state: Tensor, slots: Tensor, num_computed_tokens: Tensor) -> Tensor:

@@ -42,8 +42,8 @@ from minivllm.compiler.compile import CompiledModel
 from minivllm.compiler.graph import META
 from minivllm.compiler.skeleton import meta_inputs, meta_weights, skeleton
 from minivllm.ops import Implementation, Op
+from minivllm.ops.chunks import CHUNK_SIZE, max_chunks
 from minivllm.ops.decode_step import DECODE_INPUTS, GREEDY_TOKENS
-from minivllm.ops.fla import CHUNK_SIZE, max_chunks
 from minivllm.ops.op import is_importable
 from minivllm.ops.paged_attention import BLOCK_SIZE
 from minivllm.runtime.pools import meta_views

@@ -9,7 +9,7 @@ the device. Does not own the choice of a bucket nor the graph (`prefill_runner`)
     prefill(**{name: views[name] for name in prefill.inputs})
 
 Surplus tokens form a last sequence of slot 0 and block 0, which belong to nobody; sequences
-between it and the given ones are empty (`ops.fla.padded_chunk_lists`).
+between it and the given ones are empty (`ops.chunks.padded_chunk_lists`).
 
 Shapes: T tokens, N sequences, C chunks, B KV blocks of all sequences together, R wanted rows.
 """
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from minivllm.compiler.graph import INPUTS, InputSpec
-from minivllm.ops.fla import CHUNK_SIZE, chunk_lists, max_chunks, padded_chunk_lists
+from minivllm.ops.chunks import CHUNK_SIZE, chunk_lists, max_chunks, padded_chunk_lists
 from minivllm.ops.paged_attention import BLOCK_SIZE
 from minivllm.runtime.request import packed
 

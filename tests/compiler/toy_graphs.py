@@ -21,7 +21,7 @@ from minivllm.compiler.recipe import assemble
 from minivllm.compiler.runner import run_passes
 from minivllm.compiler.trace import _meta
 from minivllm.model.config import MiniQwenConfig
-from minivllm.ops.fla import chunk_metadata
+from minivllm.ops.chunks import chunk_metadata
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minivllm.ops.fla import CHUNK_SIZE, max_chunks, padded_chunk_metadata
+from minivllm.ops.chunks import CHUNK_SIZE, max_chunks, padded_chunk_metadata
 
 
 class Arguments(NamedTuple):

@@ -17,8 +17,8 @@ from test_ops import assert_near, listed
 from torch import Tensor
 
 from minivllm.ops import OPS
+from minivllm.ops.chunks import CHUNK_SIZE, max_chunks, padded_chunk_metadata
 from minivllm.ops.examples import pool, scattered_slots
-from minivllm.ops.fla import CHUNK_SIZE, max_chunks, padded_chunk_metadata
 from minivllm.ops.fused_gated_delta_rule import example_rows, unfolded
 from minivllm.ops.kernels import kernel
 

@@ -29,7 +29,7 @@ from triton.runtime.interpreter import InterpreterBuilder
 
 from bench.kernels import Shapes, mismatch, model_config
 from minivllm.ops import OPS, Implementation, Op
-from minivllm.ops.fla import chunk_metadata
+from minivllm.ops.chunks import chunk_metadata
 from minivllm.ops.kernels import kernel
 from minivllm.ops.kernels.numerics import softplus
 from minivllm.ops.paged_attention import BLOCK_SIZE, MAX_SPLITS

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minivllm.ops.fla import chunk_metadata
+from minivllm.ops.chunks import chunk_metadata
 
 ops = torch.ops.minivllm
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from bench.kernels import Shapes, model_config
 from minivllm.ops import OPS
-from minivllm.ops.fla import CHUNK_SIZE, chunk_metadata, max_chunks, padded_chunk_metadata
+from minivllm.ops.chunks import CHUNK_SIZE, chunk_metadata, max_chunks, padded_chunk_metadata
 from minivllm.ops.kernels import kernel
 
 HERE = Path(__file__).resolve().parent

@@ -14,7 +14,7 @@ from test_kernels_compile import compiled  # noqa: F401
 from torch import Tensor
 
 from bench.kernels import Shapes, model_config
-from minivllm.ops.fla import chunk_metadata, max_chunks, padded_chunk_metadata
+from minivllm.ops.chunks import chunk_metadata, max_chunks, padded_chunk_metadata
 from minivllm.ops.kernels import kernel
 
 QKV = kernel("causal_conv1d", "causal_conv1d_qkv_prefill_slots")

@@ -25,7 +25,7 @@ from minivllm.model.miniqwen import (
     log_decay,
 )
 from minivllm.ops import OPS
-from minivllm.ops.fla import chunk_metadata
+from minivllm.ops.chunks import chunk_metadata
 
 ops = torch.ops.minivllm
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from minivllm.ops import OPS
-from minivllm.ops.fla import CHUNK_SIZE, chunk_metadata
+from minivllm.ops.chunks import CHUNK_SIZE, chunk_metadata
 from minivllm.ops.gated_delta_rule import define_varlen
 
 ops = torch.ops.minivllm

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from minivllm.ops.fla import chunk_metadata
+from minivllm.ops.chunks import chunk_metadata
 from minivllm.runtime.prefill_inputs import ALIGNMENT, SPECS, Bucket, Row, prefill_inputs
 
 IDS = list(range(1000, 1400))

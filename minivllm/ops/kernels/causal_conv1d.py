@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minivllm.ops.fla import CHUNK_SIZE
+from minivllm.ops.chunks import CHUNK_SIZE
 from minivllm.ops.kernels.launch import let_next_start, pdl, wait_for_inputs
 from minivllm.ops.kernels.numerics import rows_of
 from minivllm.ops.kernels.unit_rows import unit

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minivllm.ops.fla import CHUNK_SIZE
+from minivllm.ops.chunks import CHUNK_SIZE
 from minivllm.ops.kernels.launch import pdl, wait_for_inputs
 
 # Columns of values a program has, and of keys at a time, whose loads are on their way together.

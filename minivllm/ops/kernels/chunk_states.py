@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minivllm.ops.fla import CHUNK_SIZE
+from minivllm.ops.chunks import CHUNK_SIZE
 from minivllm.ops.kernels.launch import is_hopper, pdl, wait_for_inputs
 
 

@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minivllm.ops.fla import CHUNK_SIZE
+from minivllm.ops.chunks import CHUNK_SIZE
 from minivllm.ops.kernels.launch import pdl, wait_for_inputs
 from minivllm.ops.kernels.numerics import rows_of, sigmoid, softplus
 

@@ -20,7 +20,7 @@ from minivllm.config import CompilerOptions
 from minivllm.model.config import MiniQwenConfig
 from minivllm.model.miniqwen import constants
 from minivllm.model.weights import dummy_weights, parameter_shapes
-from minivllm.ops.fla import chunk_metadata
+from minivllm.ops.chunks import chunk_metadata
 
 BLOCK_SIZE, ENTRIES, LENGTHS = 16, 12, (150, 64, 3)
 SLOTS, KEPT = (5, 2, 9), {0: 7, 1: 3, 3: 11}  # chunks 0 to 2 are the first sequence's
