@@ -30,6 +30,7 @@ from minivllm.ops.paged_attention import BLOCK_SIZE
 from minivllm.runtime.model_runner import ModelRunner, PoolSizes
 from minivllm.runtime.prefill_inputs import Row
 from minivllm.runtime.prefill_runner import PrefillRunner, prefill_buckets
+from minivllm.runtime.resolve import use_no_cublas_workspace
 
 ROWS = {
     "hf": "transformers' generate",
@@ -123,6 +124,8 @@ class GraphContender:
         self.name, self.sizes, self.compiled = name, sizes, compiled
         self.batches = sizes.batches
         self.device = model.device
+        if model.device.type == "cuda":
+            use_no_cublas_workspace()  # as an engine
         specs = compiled.prefill.weights | compiled.decode.weights
         own, targets = allocate({n: s for n, s in specs.items() if s.parts}, model.device)
         for target_name, target in targets.items():

@@ -41,6 +41,7 @@ from minivllm.ops import OPS
 from minivllm.presets import model_preset
 from minivllm.runtime.model_runner import ModelRunner, PoolSizes
 from minivllm.runtime.prefill_inputs import Row
+from minivllm.runtime.resolve import use_no_cublas_workspace
 
 PROMPTS = (300, 1, 77)  # tokens of each sequence
 FIRST_CHUNK = (192, 1, 64)
@@ -88,6 +89,7 @@ def runner(
     mode: str = "eager",
 ) -> ModelRunner:
     """A runner of the graphs of a mode; `implementation` is forced on every op."""
+    use_no_cublas_workspace()  # as an engine
     compiled = compile_model(config, dtype, CompilerOptions(mode=mode))
     forced = {} if implementation is None else dict.fromkeys(OPS, implementation)
     specs = compiled.prefill.weights | compiled.decode.weights

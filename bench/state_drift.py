@@ -36,6 +36,7 @@ from minivllm.ops import OPS
 from minivllm.ops.paged_attention import BLOCK_SIZE
 from minivllm.runtime.model_runner import ModelRunner, PoolSizes
 from minivllm.runtime.prefill_inputs import Row
+from minivllm.runtime.resolve import use_no_cublas_workspace
 
 WINDOW = 64  # tokens whose logits are compared together
 ENDS = (64, 256, 1024, 4096)
@@ -63,6 +64,8 @@ class Sequences:
         reference: bool = False,
     ) -> None:
         mode = "eager" if reference else "compiled"
+        if device.type == "cuda":
+            use_no_cublas_workspace()  # as an engine
         compiled = compile_model(config, dtype, CompilerOptions(mode=mode), state_dtype=state_dtype)
         specs = compiled.prefill.weights | compiled.decode.weights
         merged = assemble(specs, {n: w.to(dtype) for n, w in weights.items()} | constants(config))

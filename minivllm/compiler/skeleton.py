@@ -54,7 +54,7 @@ def meta_inputs(graph: Graph, sizes: Mapping[str, int]) -> dict[str, Tensor]:
 def skeleton(graph: Graph, states: Mapping[str, Tensor]) -> Graph:
     """The graph with one call for all that are alike; it returns something like its output.
 
-    One input may stand for others of its shape and dtype, so only zeros may be put into it.
+    Its inputs stand for themselves, so what indexes by them stays within bounds.
 
     Args:
         graph: after its last pass; not changed.
@@ -91,6 +91,9 @@ def skeleton(graph: Graph, states: Mapping[str, Tensor]) -> Graph:
                 args, kwargs = fx.node.map_arg((args, kwargs), values.__getitem__)
                 values[new] = node.target(*args, **kwargs)
         known = calls[call]
+        if node.op == "placeholder":
+            stands_for[node] = known
+            continue
         stands_for[node] = alike.setdefault(_description(values[known], known), known)
     reached = {node.target for node in values if node.op == "get_attr"}
     return dataclasses.replace(

@@ -61,7 +61,7 @@ def delta_rule_by_chunks(
     chunk_slots: Tensor | None = None,
     normalized: bool = False,
 ) -> Tensor:
-    """Packed sequences from raw projections; beta is not rounded to its dtype.
+    """Packed sequences from raw projections.
 
     Args:
         q, k: `[T, HK, K]`; v: `[T, HV, V]`; a, b: `[T, HV]`; A_log, dt_bias: `[HV]`.

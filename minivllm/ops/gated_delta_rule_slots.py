@@ -22,7 +22,6 @@ from minivllm.ops.chunked_delta_rule import delta_rule_by_chunks
 from minivllm.ops.chunks import chunk_metadata
 from minivllm.ops.examples import pool, scattered_slots
 from minivllm.ops.fused_gated_delta_rule import (
-    PREFILL_TOLERANCE,
     TOLERANCE,
     define_decode,
     example_rows,
@@ -245,5 +244,5 @@ FUSED_GATED_DELTA_RULE_PREFILL_SLOTS = define_op(
         Implementation("triton", delta_rule_by_chunks, ("cuda",), HALF_DTYPES, package="triton"),
     ),
     examples=_prefill_slots_examples,
-    tolerance=PREFILL_TOLERANCE,
+    tolerance=TOLERANCE,
 )

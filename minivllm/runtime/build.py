@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -45,6 +44,7 @@ from minivllm.runtime.resolve import (
     resolve_dtype,
     resolve_num_threads,
     resolve_state_dtype,
+    use_no_cublas_workspace,
 )
 from minivllm.runtime.tokenizer import Tokenizer
 from minivllm.runtime.warmup import (
@@ -62,10 +62,6 @@ from minivllm.runtime.warmup import (
 logger = logging.getLogger(__name__)
 
 CONTEXT_PER_TOKEN = 8  # tokens of history that a step's prompts may have for each new one
-# With a workspace cuBLAS shares out the tiles of large products by a counter, and sets that to zero
-# before each one: a node more in a graph, 4 us of a prefill and 2 us of its launch. Read by torch
-# at its first product; whoever sets it first decides.
-NO_CUBLAS_WORKSPACE = ("CUBLAS_WORKSPACE_CONFIG", ":0:0")
 GRAPH_BYTES = 8 * 2**20  # of one captured bucket beside its share of activations: an allowance
 
 
@@ -113,7 +109,7 @@ def build(options: EngineConfig) -> Built:
     if device.type == "cpu":
         torch.set_num_threads(resolve_num_threads(options.runtime, config))
     else:
-        os.environ.setdefault(*NO_CUBLAS_WORKSPACE)
+        use_no_cublas_workspace()
     if dtype == torch.float32 and device.type == "cuda":
         # float32 means float32: products must not be rounded to TF32
         torch.set_float32_matmul_precision("highest")

@@ -104,6 +104,7 @@ class DecodeRunner:
             rehearsal: runs what the graph runs, each call once; see `Captures.rehearse`.
         """
         self.captures = Captures(self.device)
+        self.rows.zero_()  # all are padding
         for size in reversed(self.buckets):
             self.captures.rehearse(functools.partial(self._step, size, rehearsal))
         for size in reversed(self.buckets):

@@ -123,8 +123,9 @@ def _check_ids(prompt: Prompt, vocab_size: int, max_model_len: int) -> None:
     if not ids:
         raise UserError("it is empty; a prompt needs at least one token")
     try:
-        known = len(prompt.packed_ids) > 0 and max(ids) < vocab_size
-    except OverflowError:
+        _ = prompt.packed_ids
+        known = max(ids) < vocab_size
+    except OverflowError:  # one is negative
         known = False
     if not known:
         unknown = next(i for i in ids if not 0 <= i < vocab_size)

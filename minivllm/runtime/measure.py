@@ -53,7 +53,7 @@ from minivllm.runtime.kernel_trace import device_kernels, traced
 from minivllm.runtime.model_runner import ModelRunner, PoolSizes
 from minivllm.runtime.prefill_inputs import TOKEN_SLOTS, Row, prefill_inputs
 from minivllm.runtime.prefill_runner import prefill_buckets
-from minivllm.runtime.resolve import resolve_num_threads
+from minivllm.runtime.resolve import resolve_num_threads, use_no_cublas_workspace
 
 REPLAYS = 20  # of a step, at most: with the profiler, and without it
 SECONDS = 1.0  # that they take, unless a few take longer
@@ -92,8 +92,10 @@ def measure(
     threads = torch.get_num_threads()
     if device.type == "cpu":
         torch.set_num_threads(resolve_num_threads(options.runtime, architecture))
-    elif dtype == torch.float32:
-        torch.set_float32_matmul_precision("highest")
+    else:
+        use_no_cublas_workspace()
+        if dtype == torch.float32:
+            torch.set_float32_matmul_precision("highest")
     try:
         with torch.inference_mode(), runner.on_device():
             machine = measured_machine(device, dtype)

@@ -53,7 +53,7 @@ class StepLogits:
     """What a step computed.
 
     Attributes:
-        parts: `[rows, V]` each; one behind the other they are `sampled`.
+        parts: `[rows, V]` each, valid until the next step; one behind the other they are `sampled`.
         prompt: for each chunk whose prompt's log-probabilities are wanted, `[tokens, V]`.
         greedy: the most probable tokens, `[len(step.sampled)]` int64, -1 where the logits hold NaN
             or infinity; the next step of these rows begins with them. None: nobody looked.

@@ -204,6 +204,7 @@ def prefill_inputs(
             token_slots += [0] * length
         begin += length
         if row.copies:
+            assert len(row.fork_slots) < row.copies, (row.fork_slots, row.copies)
             wanted += [begin - 1] * row.copies
             token_slots += [row.slot, *row.fork_slots]
             token_slots += [0] * (len(wanted) - len(token_slots))

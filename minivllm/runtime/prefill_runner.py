@@ -101,7 +101,9 @@ class PrefillRunner:
         self._staging = _Staging(self._static, self.device)
         steps = {}
         for bucket in reversed(self.buckets):
-            inputs = prefill_inputs([], bucket).views(self._static[bucket])
+            padding = prefill_inputs([], bucket)
+            self._static[bucket].copy_(padding.tensor())
+            inputs = padding.views(self._static[bucket])
             greedy = self._static_greedy[: bucket.rows]
             steps[bucket] = functools.partial(self.step, inputs, greedy)
             self.captures.rehearse(functools.partial(self.step, inputs, greedy, rehearsal))
@@ -131,8 +133,10 @@ class PrefillRunner:
         assert self._staging is not None
         prefill_inputs(rows, bucket, self._staging.next())
         self._staging.send(bucket)
-        logits = self.captures.replay(bucket)
-        self._staging.sent()
+        try:
+            logits = self.captures.replay(bucket)
+        finally:
+            self._staging.sent()
         wanted = sum(r.num_logits for r in rows)
         self.greedy = self._static_greedy[:wanted]
         return logits[:wanted]

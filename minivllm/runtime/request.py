@@ -39,13 +39,12 @@ class Status(enum.Enum):
 
 
 def packed(token_ids: Sequence[int], start: int, end: int) -> memoryview:
-    """The bytes of tokens [start, end), int64; of an array of 64-bit numbers they are not copied.
-
-    An array cannot grow as long as somebody holds them.
-    """
-    if not isinstance(token_ids, array):
-        return memoryview(array("q", token_ids[start:end])).cast("B")
-    return memoryview(token_ids).cast("B")[8 * start : 8 * end]
+    """The bytes of tokens [start, end), int64; an array must be one of 64-bit numbers."""
+    part = token_ids[start:end]
+    if not isinstance(part, array):
+        part = array("q", part)
+    assert part.itemsize == 8, part.typecode
+    return memoryview(part).cast("B")  # of the copy: a shared array could not grow meanwhile
 
 
 @dataclass(eq=False)

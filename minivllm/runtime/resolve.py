@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import os
 from pathlib import Path
 
 import torch
@@ -53,6 +54,16 @@ def resolve_state_dtype(options: RuntimeOptions, config: MiniQwenConfig) -> torc
     """`auto`: what the checkpoint asks for (`mamba_ssm_dtype`), else float32."""
     name = options.state_dtype
     return getattr(torch, (config.mamba_ssm_dtype or "float32") if name == "auto" else name)
+
+
+def use_no_cublas_workspace() -> None:
+    """Have cuBLAS do without a workspace in this process and its children; before any product.
+
+    With one it shares out the tiles of large products by a counter, which a memset sets to zero
+    before each: a node more in a graph, 4 us of a prefill and 2 us of its launch. Torch reads the
+    variable at its first product; who has set it before decides.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":0:0")
 
 
 def resolve_num_threads(options: RuntimeOptions, config: MiniQwenConfig) -> int:

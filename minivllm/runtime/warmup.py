@@ -32,7 +32,7 @@ from minivllm.runtime.sampling_params import MAX_LOGPROBS, SamplingParams
 
 Parts = tuple[tuple[int, int], ...]  # of sequences that a prefill takes: from where to where
 
-SLOT = 1  # that all rows of a prefill share
+SLOT = 1  # that all rows of a prefill share; what they leave there is never read
 # One token, part of a chunk, exactly one chunk, more; alone and several; with history and without.
 PREFILLS: tuple[Parts, ...] = (
     ((0, 1),),

@@ -83,8 +83,9 @@ def test_what_differs_stays() -> None:
     """By target, constant, shape, stride or place in 16 bytes; a chain of equals is one."""
     traced = fx.Graph()
     x = traced.placeholder("input_ids")
-    y = traced.call_function(torch.ops.aten.mul.Tensor, (x, 2))
-    z = traced.call_function(torch.ops.aten.mul.Tensor, (y, 2))  # as y is like x, as y
+    first = traced.call_function(torch.ops.aten.relu.default, (x,))
+    y = traced.call_function(torch.ops.aten.mul.Tensor, (first, 2))
+    z = traced.call_function(torch.ops.aten.mul.Tensor, (y, 2))  # as y is like what it is of, as y
     more = traced.call_function(torch.ops.aten.mul.Tensor, (z, 3))
     plus = traced.call_function(torch.ops.aten.add.Tensor, (more, 2))
     even = traced.call_function(torch.ops.aten.slice.Tensor, (plus, 0, 2, 1000))
@@ -95,6 +96,7 @@ def test_what_differs_stays() -> None:
     graph = Graph(traced, "decode", {}, None)
     small = skeleton(graph, {})
     assert calls(small) == {
+        "aten.relu.default": 1,
         "aten.mul.Tensor": 2,  # by 2 and by 3
         "aten.add.Tensor": 1,
         "aten.slice.Tensor": 2,

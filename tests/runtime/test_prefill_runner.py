@@ -6,8 +6,7 @@ import itertools
 
 import torch
 
-from minivllm.runtime.newest_tokens import NewestTokens
-from minivllm.runtime.prefill_runner import PrefillRunner, prefill_buckets
+from minivllm.runtime.prefill_runner import prefill_buckets
 
 CPU = torch.device("cpu")
 
@@ -22,10 +21,3 @@ def test_buckets_hold_what_can_run_at_once() -> None:
     assert max(b.tokens for b in prefill_buckets(100, 256)) == 64
     lone = [b.tokens for b in buckets if b.seqs == 2]
     assert all(b <= max(a + 512, 64) for a, b in itertools.pairwise(lone))
-
-
-def test_without_buckets_nothing_is_captured() -> None:
-    """As of an engine whose steps take fewer tokens than the smallest."""
-    assert prefill_buckets(8, 4) == []
-    runner = PrefillRunner(None, CPU, NewestTokens(2, CPU))  # type: ignore[arg-type]
-    assert runner.captures is None and runner.bucket([]) is None

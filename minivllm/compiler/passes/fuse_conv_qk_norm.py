@@ -10,10 +10,10 @@
     %q, %k, %v = getitem(%qkv, 0), getitem(%qkv, 1), getitem(%qkv, 2)
     %o = fused_gated_delta_rule_prefill_slots(%q, %k, %v, ..., None, True)
 
-FLA's kernels take contiguous tensors in which each row of q and k has length 1. Without this pass
-the delta rule makes them: it reads all that the convolution wrote, and writes it again. With it the
-convolution divides by the length what it has in registers. So nobody but the delta rule may read
-its output.
+The chunked rule takes contiguous tensors in which each row of q and k has length 1. Without this
+pass the delta rule makes them: it reads all that the convolution wrote, and writes it again. With
+it the convolution divides by the length what it has in registers. So nobody but the delta rule may
+read its output.
 """
 
 from __future__ import annotations

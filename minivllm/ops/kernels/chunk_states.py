@@ -165,11 +165,11 @@ def chunk_states(
         `[T, HV, V]`, in k's dtype; of a chunk or token that does not exist, nothing is written.
     """
     (tokens, heads, value_dim), (key_heads, key_dim) = u.shape, k.shape[1:]
-    assert state[0].is_contiguous()
+    assert state[:1].is_contiguous()
     before = torch.empty(num_chunks, heads, key_dim, value_dim, dtype=k.dtype, device=k.device)
     corrections = torch.empty(tokens, heads, value_dim, dtype=k.dtype, device=k.device)
     tile = tile or tile_for(slots.shape[0], heads, value_dim)
-    block_k = triton.next_power_of_2(key_dim)
+    block_k = max(16, triton.next_power_of_2(key_dim))
     grid = (triton.cdiv(value_dim, tile.rows), heads, slots.shape[0])
     _state_kernel[grid](
         k,

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from minivllm.ops.chunks import CHUNK_SIZE
 from minivllm.ops.kernels.launch import pdl, wait_for_inputs
-from minivllm.ops.kernels.numerics import rows_of, sigmoid, softplus
+from minivllm.ops.kernels.numerics import rounded, rows_of, sigmoid, softplus
 
 LOG2_E = math.log2(math.e)
 BLOCK = 16  # tokens: a warp has the rows of one block, so its inverse needs no other warp
@@ -128,7 +128,7 @@ def _wy_kernel(
         keys = tl.load(k + keys, mask=key_mask, other=0.0)
         values = tl.load(v + place[:, None] * V + value[None, :], mask=value_mask, other=0.0)
 
-        beta = sigmoid(write)
+        beta = rounded(sigmoid(write), b.dtype.element_ty)
         g = tl.cumsum(rate * softplus(step), axis=0)
         tl.store(decay + place, g, mask=exists)
 
