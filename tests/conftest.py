@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +13,14 @@ import minivllm.compiler.graph_cache as graph_cache
 # Many small ops: on a busy machine the threads of each would wait for one another, up to six times
 # as long as the work takes.
 torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays, so the garbage collector need not look through it every time.
+
+    torch and what tests import are 400,000 objects: a tenth of the time of tests that compile.
+    """
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -12,7 +12,6 @@ import chunk_state_arguments as states
 import pytest
 import torch
 import torch.nn.functional as F
-import triton
 from test_ops import assert_near, listed
 from torch import Tensor
 
@@ -22,7 +21,7 @@ from minivllm.ops.examples import pool, scattered_slots
 from minivllm.ops.fused_gated_delta_rule import example_rows, unfolded
 from minivllm.ops.kernels import kernel
 
-assert triton.knobs.runtime.interpret, "run by test_chunked_delta_rule.py"
+pytest_plugins = ["interpreted_fixtures"]
 
 LENGTHS = ((1,), (64, 3), (5, 0, 129, 1), (0, 70), ())
 

@@ -11,19 +11,14 @@ from typing import Any
 import pytest
 import test_ops
 import torch
-from interpreted_kernels import (  # noqa: F401
-    DTYPES,
-    FAR,
-    bfloat16_products,
-    far,
-    poisoned,
-    tolerant,
-)
+from interpreted_kernels import DTYPES, FAR, tolerant
 from prefill_attention_arguments import prefill_args, shared_sequence
 from torch import Tensor
 
 from minivllm.ops.kernels import prefill_attention
 from minivllm.ops.kernels.prefill_attention import EXACT, HOPPER, HOPPER_FEW, PORTABLE, Tile
+
+pytest_plugins = ["interpreted_fixtures"]
 
 TILES = (EXACT, PORTABLE, HOPPER_FEW)
 # new tokens, history, surplus tokens: one token; ends on and off block edges; empty sequences
@@ -145,7 +140,7 @@ def test_others_change_nothing(tile: Tile, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("tile", [PORTABLE, HOPPER_FEW], ids=str)
-def test_far_blocks(tile: Tile, far: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_far_blocks(tile: Tile, far: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Offsets that no 32 bits hold."""
     use(tile, monkeypatch)
     args = list(prefill_args((70,), (65,), dtype=torch.bfloat16))

@@ -8,11 +8,7 @@ against the op's definition, and captured replays against exact, uncaptured call
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import chunk_state_arguments as states
@@ -21,6 +17,7 @@ import test_ops
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interpreter import run_interpreted
 from test_kernels_compile import compiled  # noqa: F401
 from torch import Tensor
 
@@ -29,7 +26,6 @@ from minivllm.ops import OPS
 from minivllm.ops.chunks import CHUNK_SIZE, chunk_metadata, max_chunks, padded_chunk_metadata
 from minivllm.ops.kernels import kernel
 
-HERE = Path(__file__).resolve().parent
 GPU = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
@@ -181,16 +177,7 @@ def test_padding_changes_nothing(name: str, lengths: tuple[int, ...]) -> None:
 
 
 def test_the_kernels_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-x"]
-    done = subprocess.run(
-        [*command, str(HERE / "interpreted_chunks.py")],
-        cwd=HERE.parents[1],
-        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    run_interpreted("interpreted_chunks.py")
 
 
 # on the GPU

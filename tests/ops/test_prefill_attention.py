@@ -5,16 +5,13 @@ The interpreter needs a process of its own, for `interpreted_prefill_attention.p
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import test_ops
 import torch
+from interpreter import run_interpreted
 from prefill_attention_arguments import prefill_args, shared_sequence
 from torch import Tensor
 
@@ -38,7 +35,6 @@ from minivllm.ops.kernels.prefill_attention import (
     tile_for,
 )
 
-HERE = Path(__file__).resolve().parent
 OP = OPS["paged_attention_prefill"]
 KERNEL, COMBINE = "_paged_prefill_kernel", "_combine_tiles_kernel"
 HEADS, DIM = (8, 2), 256  # the 0.8B's
@@ -46,15 +42,7 @@ STACK = {90: 96, 80: 16}  # bytes a thread, of values that only the lines behind
 
 
 def test_the_kernels_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-x"]
-    done = subprocess.run(
-        [*command, str(HERE / "interpreted_prefill_attention.py")],
-        cwd=HERE.parents[1],
-        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    run_interpreted("interpreted_prefill_attention.py")
 
 
 def shapes(
