@@ -8,7 +8,7 @@ replayed with other sequences of other lengths. They solve the system of each ch
 (`kernels/chunk_states.py`), and make the output (`kernels/chunk_output.py`). Does not own these,
 nor the indices (`chunks.padded_chunk_lists`).
 
-    o = delta_rule_by_chunks(q, k, v, a, b, A_log, dt_bias, state, slots, num_computed_tokens,
+    o = chunked_delta_rule_triton(q, k, v, a, b, A_log, dt_bias, state, slots, num_computed_tokens,
                              cu_seqlens, chunk_indices, chunk_slots)
 
 What the kernels need of the indices, and do not check:
@@ -41,11 +41,11 @@ chunk_output = kernel("chunk_output", "chunk_output")
 
 
 def launches(normalized: bool) -> int:
-    """Kernels of a call of `delta_rule_by_chunks`."""
+    """Kernels of a call of `chunked_delta_rule_triton`."""
     return 3 if normalized else 4
 
 
-def delta_rule_by_chunks(
+def chunked_delta_rule_triton(
     q: Tensor,
     k: Tensor,
     v: Tensor,

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minivllm.ops import fla, gated_delta_rule
-from minivllm.ops.chunked_delta_rule import delta_rule_by_chunks
+from minivllm.ops.chunked_delta_rule import chunked_delta_rule_triton
 from minivllm.ops.chunks import chunk_metadata
 from minivllm.ops.examples import columns, vector
 from minivllm.ops.op import HALF_DTYPES, Implementation, define_op
@@ -130,7 +130,7 @@ def _varlen_triton(
     final_state = initial_state.clone(memory_format=torch.contiguous_format)
     slots = torch.arange(sequences, device=v.device)
     started = torch.ones(sequences, dtype=torch.int32, device=v.device)
-    o = delta_rule_by_chunks(
+    o = chunked_delta_rule_triton(
         q, k, v, a, b, A_log, dt_bias, final_state, slots, started, cu_seqlens, chunk_indices
     )
     return o, final_state

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from minivllm.ops import gated_delta_rule
-from minivllm.ops.chunked_delta_rule import delta_rule_by_chunks
+from minivllm.ops.chunked_delta_rule import chunked_delta_rule_triton
 from minivllm.ops.chunks import chunk_metadata
 from minivllm.ops.examples import pool, scattered_slots
 from minivllm.ops.fused_gated_delta_rule import (
@@ -241,7 +241,9 @@ FUSED_GATED_DELTA_RULE_PREFILL_SLOTS = define_op(
     fake=_prefill_slots_fake,
     implementations=(
         Implementation("torch", _prefill_slots, capturable=False),
-        Implementation("triton", delta_rule_by_chunks, ("cuda",), HALF_DTYPES, package="triton"),
+        Implementation(
+            "triton", chunked_delta_rule_triton, ("cuda",), HALF_DTYPES, package="triton"
+        ),
     ),
     examples=_prefill_slots_examples,
     tolerance=TOLERANCE,
