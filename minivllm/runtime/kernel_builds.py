@@ -53,6 +53,9 @@ from minivllm.runtime.warmup import Parts
 logger = logging.getLogger(__name__)
 
 MAX_THREADS = 8  # a sixth to a quarter of a build holds Python's lock: more would wait for it
+# CPython counts how deep all threads' syntax trees are in one number, and rarely finds it changed
+# ("AST constructor recursion depth mismatch"): triton parses a kernel's source in each build
+ATTEMPTS = 3
 _recording = threading.Lock()  # triton's launch is replaced by one recording at a time
 
 
@@ -137,8 +140,15 @@ class KernelBuilds:
             self._builds[function, key] = self._threads.submit(self._build, build)
 
     def _build(self, build: Callable[[], Any]) -> None:
+        for attempt in range(ATTEMPTS):
+            try:
+                built = build()
+                break
+            except SystemError:
+                if attempt == ATTEMPTS - 1:
+                    raise
         # a kernel has `run` once its launcher is there and its code is on the device
-        _ = build().run
+        _ = built.run
         self._end = time.perf_counter()
 
 

@@ -235,6 +235,25 @@ def test_what_fails_is_named_and_stops_nothing(caplog: pytest.LogCaptureFixture)
         launch_bad()
 
 
+@pytest.mark.parametrize("failures", [module.ATTEMPTS - 1, module.ATTEMPTS])
+def test_a_parser_that_other_threads_disturb_tries_again(
+    failures: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    parse, left = JITFunction.parse, [failures]
+
+    def disturbed(self: Any) -> Any:
+        if left[0]:
+            left[0] -= 1
+            raise SystemError("AST constructor recursion depth mismatch (before=37, after=40)")
+        return parse(self)
+
+    monkeypatch.setattr(JITFunction, "parse", disturbed)
+    builds = KernelBuilds(lambda: launch_good(256), None)
+    builds.wait()
+    built = failures < module.ATTEMPTS
+    assert builds.count == built and left == [0] and bool(caplog.records) != built
+
+
 def test_a_recording_that_fails_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     run, hook = JITFunction.run, triton.knobs.runtime.jit_cache_hook
 
