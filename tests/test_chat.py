@@ -400,6 +400,8 @@ class Terminal:
         self.process = subprocess.Popen(
             [sys.executable, "-c", CHAT, str(folder)],
             cwd=ROOT, env=env, stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
+            # a shell has what it runs in the background ignore Ctrl-C, and children inherit that
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )  # fmt: skip
         os.close(slave)
 
