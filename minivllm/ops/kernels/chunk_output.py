@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minivllm.ops.chunks import CHUNK_SIZE
+from minivllm.ops.kernels.chunk_wy import chunk_at
 from minivllm.ops.kernels.launch import pdl, wait_for_inputs
 
 # Columns of values a program has, and of keys at a time, whose loads are on their way together.
@@ -51,10 +52,7 @@ def _output_kernel(
 ):
     c = tl.program_id(0)
     head = tl.program_id(1)
-    n = tl.load(chunk_indices + c * 2)
-    chunk = tl.load(chunk_indices + c * 2 + 1)
-    start = tl.load(cu_seqlens + n).to(tl.int64)
-    length = tl.load(cu_seqlens + n + 1) - start.to(tl.int32)
+    _, chunk, start, length = chunk_at(c, cu_seqlens, chunk_indices)
     wait_for_inputs(PDL)
     if chunk * CHUNK < length:
         i = tl.arange(0, CHUNK)

@@ -54,6 +54,17 @@ class ChunkWy(NamedTuple):
 
 
 @triton.jit
+def chunk_at(row, cu_seqlens, chunk_indices):
+    """Of a row of `chunk_indices`: its sequence, the chunk in it, and where that starts and how
+    long it is, in tokens. The host has written both, so they may be read before a wait."""
+    n = tl.load(chunk_indices + row * 2)
+    chunk = tl.load(chunk_indices + row * 2 + 1)
+    start = tl.load(cu_seqlens + n).to(tl.int64)
+    length = tl.load(cu_seqlens + n + 1) - start.to(tl.int32)
+    return n, chunk, start, length
+
+
+@triton.jit
 def _eliminated(inverse, blocks, row, column, i):
     """A step of the substitution in all blocks: row i is done, those below lose their part of it.
 
@@ -104,10 +115,7 @@ def _wy_kernel(
 ):
     c = tl.program_id(0)
     head = tl.program_id(1)
-    n = tl.load(chunk_indices + c * 2)
-    chunk = tl.load(chunk_indices + c * 2 + 1)
-    start = tl.load(cu_seqlens + n).to(tl.int64)
-    length = tl.load(cu_seqlens + n + 1) - start.to(tl.int32)
+    n, chunk, start, length = chunk_at(c, cu_seqlens, chunk_indices)
     wait_for_inputs(PDL)
     if chunk * CHUNK < length:
         if (head == 0) & (chunk == 0):
