@@ -94,6 +94,21 @@ def test_on_a_gpu_the_kernels_are_triton(family: str) -> None:
     assert len(compiled.traces) == 1
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+def test_on_a_gpu_that_is_not_the_current_one() -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 768, "head_dim": 64}
+    model = causal_lm("llama", layers=2, **sizes).to(torch.bfloat16)
+    outputs = []
+    for device in ("cuda:0", "cuda:1"):
+        ids = token_ids(2, 40).to(device)
+        example = {"input_ids": ids, "use_cache": False}
+        compiled = minivllm.compile(copy.deepcopy(model).to(device), example)
+        assert torch.cuda.current_device() == 0
+        outputs.append(logits(compiled, ids).cpu())
+    assert outputs[0].isfinite().all() and torch.equal(*outputs)
+
+
 def test_calls_have_the_modules_signature() -> None:
     model = llama(1)
     compiled = minivllm.compile(model)
