@@ -4,14 +4,15 @@
     python bench/kernels.py --only delta_rule --model tiny
 
 Every op runs the implementation that binding would choose for this device. Its result is held to
-the op's definition in float32 first; a mismatch ends the run. Then the op is timed
-inside a captured CUDA Graph of many calls, in turn on several input sets, so that what is
-memory-bound does not find its inputs in the cache, and the few microseconds that starting a graph
-takes are shared by as many layers as a step has. The floor is the bytes that must move (each
-input and output once, each state once in and once out, of a KV cache the keys and values attended
-to) at 4.3 TB/s; attention of a prefill is bound by its products instead. FLA's varlen entry cannot
-be captured as it comes (it copies `cu_seqlens` to the host), so what runs on it is timed from
-Python and marked so, and so is attention on torch.
+the op's definition in float32 first; a mismatch ends the run. Then the op is timed inside a
+captured CUDA Graph of many calls, each on inputs of its own, as the layers of a step have them
+(four sets in turn from batch 256 and of prefills, which are large): what is memory-bound does not
+find its inputs in the cache, and the few microseconds that starting a graph takes are shared by as
+many calls as a step has layers. The floor is the bytes that must move (each input and output once,
+each state once in and once out, of a KV cache the keys and values attended to) at 4.3 TB/s;
+attention of a prefill is bound by its products instead. FLA's varlen entry cannot be captured as it
+comes (it copies `cu_seqlens` to the host), so what runs on it is timed from Python and marked so,
+and so is attention on torch.
 """
 
 from __future__ import annotations
@@ -405,8 +406,8 @@ def mismatch(op: Op, call: Callable[..., Any], args: Args, dtype: torch.dtype) -
 
 
 def sets_for(bytes_per_call: int) -> int:
-    """How many input sets make a round trip through memory that no cache holds."""
-    return min(MAX_SETS, max(4, -(-COLD_BYTES // bytes_per_call)))
+    """As many as layers, and enough for a round trip through memory that no cache holds."""
+    return min(MAX_SETS, max(CALLS, -(-COLD_BYTES // bytes_per_call)))
 
 
 def time_call(call: Callable[..., Any], sets: list[Args], captured: bool) -> float:

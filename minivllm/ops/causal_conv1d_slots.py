@@ -38,7 +38,7 @@ def define_decode_slots(
         weight: `[C, W]`.
         state: `[S, C, W]`; changed at `slots`.
         slots: `[N]`, int64.
-        early: as of `gated_delta_rule_slots.define_decode_slots`, and of the weight too.
+        early: as of `gated_delta_rule_slots.define_decode_slots`, of slots, states and weight.
 
     Returns:
         y `[N, C]` in x's dtype.

@@ -52,8 +52,9 @@ def define_decode_slots(
         q, k: `[N, HK, K]`; v: `[N, HV, V]`; a, b: `[N, HV]`; A_log, dt_bias: `[HV]`.
         state: `[S, HV, V, K]`; changed at `slots`.
         slots: `[N]`, int64.
-        early: neither slots nor states are written by what was launched since the last kernel that
-            waits for all earlier ones; a kernel may then read them before q, k and v are there.
+        early: neither slots and states nor A_log and dt_bias are written by what was launched since
+            the last kernel that waits for all earlier ones; a kernel may then read them before q, k
+            and v are there.
 
     Returns:
         o `[N, HV, V]` in v's dtype.

@@ -8,7 +8,7 @@
 and the same of the convolution. The states are most of what these ops move, and only the op itself
 writes them: what it reads was there before the step began. With programmatic dependent launch its
 programs can ask for them before they wait for the new token. That is a promise of the graph, which
-an op alone cannot make, so the pass checks it: no other node touches the state, slots and weight
+an op alone cannot make, so the pass checks it: no other node touches the state, slots and weights
 are no other node's result, and one before it is a kernel that waits for everything earlier (the
 embedding, like all of torch's, knows no dependent launch).
 """
@@ -26,10 +26,10 @@ CONV = OPS["causal_conv1d_decode_slots"].overload
 RULE = OPS["fused_gated_delta_rule_decode_slots"].overload
 BARRIER = torch.ops.aten.embedding.default
 LEAVES = ("placeholder", "get_attr")
-# places of the arguments that a kernel reads early beside the state
+READ = ("slots", "weight", "A_log", "dt_bias")  # early, beside the state
+# their places among an op's arguments
 EARLY = {
-    op: [i for i, a in enumerate(op._schema.arguments) if a.name in ("weight", "slots")]
-    for op in (CONV, RULE)
+    op: [i for i, a in enumerate(op._schema.arguments) if a.name in READ] for op in (CONV, RULE)
 }
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from minivllm.ops.kernels.launch import let_next_start, pdl, wait_for_inputs
 from minivllm.ops.kernels.numerics import rounded, rows_of, sigmoid, softplus
 
-BLOCK_V = 8  # 4 KiB of a float32 state with K = 128: 32 registers a thread, some 30 warps an SM
+BLOCK_BYTES = 32  # of a column: with K = 128, a program asks for 4 KiB of the state at once
 NUM_WARPS = 1
 
 
@@ -70,6 +70,8 @@ def _decode_kernel(
     slot = tl.load(slots + n).to(tl.int64)
     place = state + slot * state_slot + head * (V * K) + row[:, None] * K + column[None, :]
     s = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+    rate = tl.exp(tl.load(A_log + head).to(tl.float32))
+    bias = tl.load(dt_bias + head).to(tl.float32)
     if EARLY:
         wait_for_inputs(PDL)
 
@@ -80,9 +82,8 @@ def _decode_kernel(
     query = _unit(query.to(tl.float32), q.dtype.element_ty) * scale
     key = _unit(key.to(tl.float32), k.dtype.element_ty)
     beta = rounded(sigmoid(tl.load(b + n * b_token + head).to(tl.float32)), b.dtype.element_ty)
-    step = tl.load(a + n * a_token + head).to(tl.float32)
-    step = softplus(step + tl.load(dt_bias + head).to(tl.float32))
-    decay = tl.exp(-tl.exp(tl.load(A_log + head).to(tl.float32)) * step)
+    step = softplus(tl.load(a + n * a_token + head).to(tl.float32) + bias)
+    decay = tl.exp(-rate * step)
 
     s = s * decay
     error = value.to(tl.float32) - tl.sum(s * key[None, :], axis=1)
@@ -110,7 +111,8 @@ def fused_gated_delta_rule_decode_slots(
     assert state[0].is_contiguous()
     o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     strides = [s for x in (q, k, v) for s in (rows_of(x).token, rows_of(x).head)]
-    _decode_kernel[(triton.cdiv(value_dim, BLOCK_V), heads, sequences)](
+    block_v = BLOCK_BYTES // state.element_size()
+    _decode_kernel[(triton.cdiv(value_dim, block_v), heads, sequences)](
         q,
         k,
         v,
@@ -131,7 +133,7 @@ def fused_gated_delta_rule_decode_slots(
         K=key_dim,
         V=value_dim,
         BLOCK_K=triton.next_power_of_2(key_dim),
-        BLOCK_V=BLOCK_V,
+        BLOCK_V=block_v,
         EARLY=early,
         num_warps=NUM_WARPS,
         **pdl(),

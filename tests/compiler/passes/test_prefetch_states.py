@@ -162,14 +162,15 @@ def test_a_state_that_another_node_touches(
     assert miss.reason == "the state may be written by a kernel that still runs"
 
 
-def test_slots_that_a_kernel_computes(source: Graph, context: PassContext) -> None:
+@pytest.mark.parametrize("name", ["slots", "A_log", "dt_bias"])
+def test_what_a_kernel_computes(source: Graph, context: PassContext, name: str) -> None:
     """A kernel in front may still be about to write them."""
     graph = on_slots(source, context, two_layers)
     first, _ = graph.nodes(RULE)
-    slots = first.args[-1]
+    place = [a.name for a in RULE._schema.arguments].index(name)
     with graph.fx.inserting_before(first):
-        clone = graph.call(aten.clone.default, slots, like=first)
-    first.args = (*first.args[:-1], clone)
+        clone = graph.call(aten.clone.default, first.args[place], like=first)
+    first.update_arg(place, clone)
     context = dataclasses.replace(context, misses=Misses())
     assert PrefetchStates().run(graph, context) == ["layers.1.recurrent"]
     assert [early(node) for node in graph.nodes(RULE)] == [False, True]
