@@ -215,7 +215,7 @@ def candidates(case: Case) -> list[Tile]:
         rows = max(16, case.rows)
         programs = (64, 128) if case.use.endswith("add_rms_norm") else (0,)
         dot = [
-            Tile("dot", rows, n, w, stages, p)
+            Tile("dot", rows, n, w, stages, p, ahead=2)
             for n, w in ((64, 4), (64, 8), (128, 8))
             for stages, p in itertools.product((2, 3, 4, 6), programs)
             if (n + rows) * stages <= 680  # of shared memory, at 128 columns a step

@@ -356,6 +356,23 @@ def test_weights_are_read_before_the_wait(compiled: Any) -> None:
     assert before.index("griddepcontrol.launch_dependents") < before.index("ld.global")
 
 
+@pytest.mark.parametrize("capability", [90, 80])
+@pytest.mark.parametrize("rows", [8, 64])
+def test_weights_are_asked_for_before_the_wait(rows: int, capability: int, compiled: Any) -> None:
+    """Two steps of 128 columns, or what there is, where steps end as rows do; nothing is loaded."""
+    w = torch.empty(4096, 1024, dtype=torch.bfloat16, device="meta")
+    odd, narrow = w[:, :1000].contiguous(), w[:, :128].contiguous()
+    for weight, size in ((w, 512), (odd, None), (narrow, 256)):
+        x = torch.empty(rows, weight.shape[1], dtype=torch.bfloat16, device="meta")
+        (k,) = compiled(capability, iter([(KERNELS["linear"], (x, weight))]))
+        asked = re.findall(r"cp\.async\.bulk\.prefetch\.L2\.global", k.ptx)
+        assert len(asked) == (capability == 90 and size is not None)
+        if asked:
+            before, _ = k.ptx.split("griddepcontrol.wait")
+            assert "prefetch.L2" in before and not re.search(r"ld\.global|cp\.async\.cg", before)
+            assert re.search(rf"\b{size};", before)
+
+
 @pytest.mark.parametrize("name", LINEARS)
 def test_batches_of_a_tile_share_their_code(name: str, compiled: Any) -> None:
     def calls() -> Iterator[tuple[Callable[..., Any], tuple[Any, ...]]]:

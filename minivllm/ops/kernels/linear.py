@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minivllm.ops.kernels.gating import sigmoid_mul, silu_mul
-from minivllm.ops.kernels.launch import is_hopper, let_next_start, pdl, wait_for_inputs
+from minivllm.ops.kernels.launch import ask_for, is_hopper, let_next_start, pdl, wait_for_inputs
 from minivllm.ops.kernels.numerics import rounded, row_tile, rows_of, sigmoid, silu
 from minivllm.ops.kernels.rms_norm import _normalized, add_rms_norm, gated_rms_norm
 
@@ -47,6 +47,7 @@ class Tile:
         num_stages: steps of "dot" whose loads are under way at once.
         programs: K is split so that there are about so many of "dot"; 0: it is not split.
         early: steps of "dot" whose weights are in registers before x is there: at most 2.
+        ahead: steps behind these whose weights are asked for in L2 before x is there.
     """
 
     kernel: str
@@ -56,6 +57,7 @@ class Tile:
     num_stages: int = 1
     programs: int = 0
     early: int = 0
+    ahead: int = 0
 
 
 TORCH = Tile("torch")
@@ -64,9 +66,9 @@ TORCH = Tile("torch")
 TILES: dict[str, tuple[Tile, ...]] = {
     "linear": (
         Tile("vector", 1, 8, 2),
-        Tile("dot", 16, 64, 4, 6),
-        Tile("dot", 32, 64, 4, 6),
-        Tile("dot", 64, 64, 4, 5),
+        Tile("dot", 16, 64, 4, 6, ahead=2),
+        Tile("dot", 32, 64, 4, 6, ahead=2),
+        Tile("dot", 64, 64, 4, 5, ahead=2),
     ),
     "head": (
         Tile("vector", 1, 8, 4),
@@ -76,23 +78,23 @@ TILES: dict[str, tuple[Tile, ...]] = {
     ),
     "silu_mul": (
         Tile("vector", 1, 2, 2),
-        Tile("dot", 16, 64, 4, 6),
-        Tile("dot", 32, 64, 4, 6),
-        Tile("dot", 64, 64, 4, 4),
+        Tile("dot", 16, 64, 4, 6, ahead=2),
+        Tile("dot", 32, 64, 4, 6, ahead=2),
+        Tile("dot", 64, 64, 4, 4, ahead=2),
     ),
     "add_rms_norm": (
         Tile("vector", 1, 4, 4),
         Tile("vector", 2, 4, 4),
-        Tile("dot", 16, 64, 4, 4, 128),
-        Tile("dot", 32, 64, 4, 4, 128),
-        Tile("dot", 64, 64, 4, 4, 128),
+        Tile("dot", 16, 64, 4, 4, 128, ahead=2),
+        Tile("dot", 32, 64, 4, 4, 128, ahead=2),
+        Tile("dot", 64, 64, 4, 4, 128, ahead=2),
     ),
     # with x made on the way
     "gated_add_rms_norm": (
         Tile("vector", 1, 8, 8),
         Tile("vector", 2, 4, 4),
         Tile("dot", 16, 64, 4, 2, 128, early=2),
-        Tile("dot", 32, 64, 4, 4, 128),
+        Tile("dot", 32, 64, 4, 4, 128, ahead=2),
     ),
 }
 HEAD = 65536  # rows of a weight from which on it is a head
@@ -262,6 +264,7 @@ def _dot_kernel(
     STEPS: tl.constexpr,
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
+    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     let_next_start(PDL)
@@ -281,6 +284,9 @@ def _dot_kernel(
         head_weight = tl.load(gate_weight + d, mask=d < D, other=0.0).to(tl.float32)
     else:
         head_weight = 0.0
+    if AHEAD > 0:
+        places = w + tl.where(n_mask, n, 0) * K + (start + EARLY) * D
+        ask_for(places, AHEAD * D * (dtype.primitive_bitwidth // 8))
     if EARLY > 0:
         first = _weights(w, n, n_mask, start, d, D, K)
     if EARLY > 1:
@@ -424,12 +430,18 @@ def product(tile: Tile, operand: Operand, w: Tensor, end: tl.constexpr, size: in
         pieces = triton.cdiv(columns, head_dim)
         steps = triton.cdiv(pieces, max(1, tile.programs // triton.cdiv(size, outputs)))
         splits, stages, early = triton.cdiv(pieces, steps), tile.num_stages, min(tile.early, steps)
+        ahead = min(tile.ahead, steps - early)
+        if splits * steps * head_dim != columns:
+            ahead = 0  # the last steps end behind the weight
+        if head_dim * w.element_size() % 16 or w.data_ptr() % 16:
+            ahead = 0  # not what can be asked for
         if not pdl()["PDL"]:
-            early = 0  # nothing to wait for
+            early = ahead = 0  # nothing to wait for
         if not is_hopper():
             step_bytes = (tile.block_n + 2 * tile.rows) * block_d * w.element_size()
             stages = max(1, min(stages, OTHER_SHARED_MEMORY // step_bytes))
-        options |= {"PER_HEAD": per_head, "STEPS": steps, "STAGES": stages, "EARLY": early}
+        options |= {"PER_HEAD": per_head, "STEPS": steps, "STAGES": stages}
+        options |= {"EARLY": early, "AHEAD": ahead}
     parts = end == PARTS
     shape = (splits, x.shape[0], size) if parts else (x.shape[0], size)
     y = torch.empty(shape, dtype=torch.float32 if parts else x.dtype, device=x.device)
