@@ -7,6 +7,7 @@ device, and a launch ends where the machine code is there.
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from collections import Counter
@@ -78,10 +79,12 @@ class Compiled:
 
 @pytest.fixture
 def compiled(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[int, Iterator[tuple[Callable[..., Any], tuple[Any, ...]]]], list[Compiled]]:
-    """Compiles what a list of launches needs, each variant once."""
-    run = JITFunction.run
+    """Compiles what a list of launches needs, each variant once in a run of the tests."""
+    run, kept = JITFunction.run, tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        kept = kept.parent  # of all workers
 
     def compile_all(
         capability: int, launches: Iterator[tuple[Callable[..., Any], tuple[Any, ...]]]
@@ -95,7 +98,7 @@ def compiled(
 
         monkeypatch.setattr(driver, "_active", Target(capability))
         monkeypatch.setattr(JITFunction, "run", compile_only)
-        monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(kept / "triton"))
         for launch, args in launches:
             launch(*args)
         return [resources(name, built, tmp_path / "cubin") for name, built in found.values()]
