@@ -109,7 +109,7 @@ def test_nothing_of_it_lies_on_the_first(folder: Path) -> None:
     assert torch.cuda.memory_allocated(1) > 0
 
 
-def test_a_server(folder: Path) -> None:
+def test_a_server() -> None:
     """Its thread has a current device of its own."""
 
     async def ask(device: str) -> list[str]:
