@@ -214,8 +214,9 @@ def candidates(case: Case) -> list[Tile]:
     if case.rows > 1:
         rows = max(16, case.rows)
         programs = (64, 128) if case.use.endswith("add_rms_norm") else (0,)
+        ahead = 0 if case.use == "head" else 2
         dot = [
-            Tile("dot", rows, n, w, stages, p, ahead=2)
+            Tile("dot", rows, n, w, stages, p, ahead=ahead)
             for n, w in ((64, 4), (64, 8), (128, 8))
             for stages, p in itertools.product((2, 3, 4, 6), programs)
             if (n + rows) * stages <= 680  # of shared memory, at 128 columns a step

@@ -38,9 +38,16 @@ from minivllm.runtime.step import Step
 
 VOCAB = 97
 MODEL_LEN = 2048
+GPU_NAMES = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
 GPU = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+TWO_GPUS = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        len(GPU_NAMES) < 2 or GPU_NAMES[0] != GPU_NAMES[1], reason="needs two CUDA GPUs of one kind"
+    ),
 ]
 KINDS = [  # device, dtype
     pytest.param(("cpu", "float32"), id="cpu-float32"),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engines import VOCAB, Builder, assert_idle, checkpoint, logits_behind, result, step
+from engines import TWO_GPUS, VOCAB, Builder, assert_idle, checkpoint, logits_behind, result, step
 from oracle import random_ids
 
 from minivllm import LLM, SamplingParams
@@ -21,14 +21,7 @@ from minivllm.run import main
 from minivllm.runtime.async_llm import AsyncLLM
 from minivllm.runtime.outputs import RequestOutput
 
-COUNT = torch.cuda.device_count()
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        COUNT < 2 or len({torch.cuda.get_device_name(i) for i in range(2)}) > 1,
-        reason="needs two CUDA GPUs of one kind",
-    ),
-]
+pytestmark = TWO_GPUS
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 DRAWN = SamplingParams(temperature=1.1, seed=7, ignore_eos=True)
@@ -62,6 +55,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoint(tmp_path_factory.mktemp("small"))
 
 
+def allocations(gpu: int) -> int:
+    """How many there have been."""
+    return torch.cuda.memory_stats(gpu).get("allocation.all.allocated", 0)
+
+
 def add_all(llm: LLM) -> None:
     for ids, params in REQUESTS:
         llm.add_request(ids, params)
@@ -93,6 +91,7 @@ def test_two_engines_step_in_turn(folder: Path, dtype: str, mode: str) -> None:
         assert all(len(a) and torch.equal(a, b) for a, b in pairs)
         for ours, theirs in zip(output.outputs, second[name].outputs, strict=True):
             assert ours.logprobs == theirs.logprobs
+        assert output.prompt_logprobs == second[name].prompt_logprobs
     for llm in llms:
         assert_idle(llm)
         cache = llm.metrics["prefix_cache"]
@@ -100,13 +99,12 @@ def test_two_engines_step_in_turn(folder: Path, dtype: str, mode: str) -> None:
 
 
 def test_nothing_of_it_lies_on_the_first(folder: Path) -> None:
-    before = torch.cuda.memory_stats(0).get("allocation.all.allocated", 0)
+    before = allocations(0), allocations(1)
     llm = Builder(folder, "cuda:1", "bfloat16")(max_num_seqs=5, blocks=80)
     add_all(llm)
     while llm.has_unfinished_requests:
         step(llm)
-    assert torch.cuda.memory_stats(0).get("allocation.all.allocated", 0) == before
-    assert torch.cuda.memory_allocated(1) > 0
+    assert allocations(0) == before[0] and allocations(1) > before[1]
 
 
 def test_a_server() -> None:
@@ -114,6 +112,7 @@ def test_a_server() -> None:
 
     async def ask(device: str) -> list[str]:
         async with AsyncLLM("tiny", device=device, max_model_len=400) as server:
+            assert str(server._llm.device) == device
 
             async def final(text: str) -> str:
                 params = SamplingParams(temperature=0.0, max_tokens=40)
@@ -130,7 +129,9 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     texts = []
     for n in range(2):
         assert main(["+model=tiny", f"runtime.device=cuda:{n}", "sampling.temperature=0"]) == 0
-        texts.append(capsys.readouterr().out.strip().rpartition("\n")[0])  # less the summary
+        text, _, summary = capsys.readouterr().out.strip().rpartition("\n")
+        assert f"| cuda:{n} " in summary
+        texts.append(text)
     assert texts[0] == texts[1] and texts[0]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from engines import TWO_GPUS
 from torch import Tensor, nn
 from user_modules import (
     FAMILIES,
@@ -94,8 +95,8 @@ def test_on_a_gpu_the_kernels_are_triton(family: str) -> None:
     assert len(compiled.traces) == 1
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+@TWO_GPUS[0]
+@TWO_GPUS[1]
 def test_on_a_gpu_that_is_not_the_current_one() -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 768, "head_dim": 64}
     model = causal_lm("llama", layers=2, **sizes).to(torch.bfloat16)

@@ -48,6 +48,23 @@ def test_softplus_keeps_small_values() -> None:
     torch.testing.assert_close(y, F.softplus(x.double()).float(), rtol=5e-7, atol=0)
 
 
+@triton.jit
+def _places(x, y):
+    tl.store(y, tl.load(x) * 65536)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_an_index_that_overflows_is_an_error(dtype: torch.dtype) -> None:
+    """As `interpreted_fixtures` promises of all that runs in the interpreter."""
+    x, y = torch.tensor([65536], dtype=dtype), torch.zeros(1, dtype=torch.int64)
+    if dtype == torch.int32:
+        with pytest.raises(Exception, match="mul overflows"):
+            _places[(1,)](x, y)
+    else:
+        _places[(1,)](x, y)
+        assert y.item() == 2**32
+
+
 def test_strong_gates() -> None:
     """Decays of nearly 0 and nearly 1, and projections past softplus's threshold."""
     args = example("fused_gated_delta_rule_decode_slots")

@@ -206,17 +206,38 @@ def test_other_dtypes_compile(dtype: str, compiled: Any) -> None:
         assert "tf32" not in k.ptx
 
 
-def test_states_move_in_16_bytes(compiled: Any) -> None:
-    """A float32 state is read and written by whole vectors, once each."""
-    shapes = Shapes(model_config("miniqwen08b"), torch.bfloat16, "meta")
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+def test_states_move_in_16_bytes(state_dtype: torch.dtype, compiled: Any) -> None:
+    """A state is read and written by whole vectors, once each."""
+    shapes = Shapes(model_config("miniqwen08b"), torch.bfloat16, "meta", state_dtype)
     sets = dict(shapes.stateful("decode", 256, 256, 1))
     name = "fused_gated_delta_rule_decode_slots"
     (k,) = compiled(90, iter([(KERNELS[name], sets[name][0])]))
-    # 8 rows of 128 floats by 32 threads: eight vectors of four; one more load has the 8 values
-    assert len(re.findall(r"ld\.global\.v4\.b32", k.ptx)) == 9
+    # 8 rows of 128 floats by 32 threads: eight vectors of four; 16 of bfloat16: eight of eight.
+    # One more load of float32 has the 8 values, and the other 16 are an element each.
+    loads = len(re.findall(r"ld\.global\.v4\.b32", k.ptx))
+    assert loads == (9 if state_dtype == torch.float32 else 8)
     assert len(re.findall(r"st\.global\.v4\.b32", k.ptx)) == 8
     assert len(re.findall(r"ld\.global\.v2\.b32", k.ptx)) == 2  # q and k
     assert not re.search(r"(ld|st)\.global\.b32", k.ptx)
+
+
+@pytest.mark.parametrize("capability", [90, 80])
+@pytest.mark.parametrize("dim", [128, 256])
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+def test_a_state_stays_in_registers(
+    state_dtype: torch.dtype, dim: int, capability: int, compiled: Any
+) -> None:
+    """Of half of them, so that 16 programs fit on an SM."""
+    rows, gates, weights = (
+        torch.empty(shape, dtype=torch.bfloat16, device="meta")
+        for shape in ((3, 4, dim), (3, 4), 4)
+    )
+    state = torch.empty(5, 4, dim, dim, dtype=state_dtype, device="meta")
+    slots = torch.empty(3, dtype=torch.int64, device="meta")
+    args = rows, rows, rows, gates, gates, weights, weights, state, slots
+    (k,) = compiled(capability, iter([(KERNELS["fused_gated_delta_rule_decode_slots"], args)]))
+    assert k.local == k.stack == 0 and k.registers <= 128, k
 
 
 @pytest.mark.parametrize("capability", [90, 80])

@@ -17,6 +17,7 @@ from minivllm.ops.kernels.launch import let_next_start, pdl, wait_for_inputs
 from minivllm.ops.kernels.numerics import rounded, rows_of, sigmoid, softplus
 
 BLOCK_BYTES = 32  # of a column: with K = 128, a program asks for 4 KiB of the state at once
+BLOCK_ELEMENTS = 2048  # at most: 64 registers a thread
 NUM_WARPS = 1
 
 
@@ -111,7 +112,8 @@ def fused_gated_delta_rule_decode_slots(
     assert state[0].is_contiguous()
     o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     strides = [s for x in (q, k, v) for s in (rows_of(x).token, rows_of(x).head)]
-    block_v = BLOCK_BYTES // state.element_size()
+    block_k = triton.next_power_of_2(key_dim)
+    block_v = min(BLOCK_BYTES // state.element_size(), BLOCK_ELEMENTS // block_k)
     _decode_kernel[(triton.cdiv(value_dim, block_v), heads, sequences)](
         q,
         k,
@@ -132,7 +134,7 @@ def fused_gated_delta_rule_decode_slots(
         GROUP=heads // key_heads,
         K=key_dim,
         V=value_dim,
-        BLOCK_K=triton.next_power_of_2(key_dim),
+        BLOCK_K=block_k,
         BLOCK_V=block_v,
         EARLY=early,
         num_warps=NUM_WARPS,
