@@ -13,7 +13,7 @@ from torch import Tensor
 from bench.cuda_parity import compare, preset, runner
 from minivllm.model.config import MiniQwenConfig
 from minivllm.model.weights import dummy_weights, parameter_shapes
-from minivllm.ops.chunks import CHUNK_SIZE, max_chunks, padded_chunk_metadata
+from minivllm.ops.chunks import CHUNK_SIZE, chunk_tensors, max_chunks, padded_chunk_lists
 from minivllm.ops.paged_attention import BLOCK_SIZE
 from minivllm.presets import model_preset
 from minivllm.runtime.model_runner import ModelRunner
@@ -70,7 +70,7 @@ def padded(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """The inputs of a step, in the bucket's sizes: what the runner has to build."""
     lengths = inputs["cu_seqlens"].diff().tolist()
     chunks = max_chunks(TOKENS, SEQS)
-    cu_seqlens, chunk_indices = padded_chunk_metadata(lengths, TOKENS, SEQS, chunks)
+    cu_seqlens, chunk_indices = chunk_tensors(*padded_chunk_lists(lengths, TOKENS, SEQS, chunks))
 
     def fill(name: str, size: int, value: int = 0) -> Tensor:
         return F.pad(inputs[name], (0, size - inputs[name].shape[0]), value=value)

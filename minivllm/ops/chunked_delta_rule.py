@@ -9,7 +9,7 @@ replayed with other sequences of other lengths. They solve the system of each ch
 nor the indices (`chunks.padded_chunk_lists`).
 
     o = chunked_delta_rule_triton(q, k, v, a, b, A_log, dt_bias, state, slots, num_computed_tokens,
-                             cu_seqlens, chunk_indices, chunk_slots)
+                                  cu_seqlens, chunk_indices, chunk_slots)
 
 What the kernels need of the indices, and do not check:
 

@@ -21,7 +21,7 @@ def chunk_metadata(lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
 
     A sequence of length L has ceil(L / 64) chunks; an empty one has none.
     """
-    return _tensors(*chunk_lists(lengths))
+    return chunk_tensors(*chunk_lists(lengths))
 
 
 def chunk_lists(lengths: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -35,7 +35,8 @@ def chunk_lists(lengths: Sequence[int]) -> tuple[list[int], list[int]]:
     return starts, chunks
 
 
-def _tensors(starts: list[int], chunks: list[int]) -> tuple[Tensor, Tensor]:
+def chunk_tensors(starts: list[int], chunks: list[int]) -> tuple[Tensor, Tensor]:
+    """What `chunk_lists` or `padded_chunk_lists` give, as `chunk_metadata` gives it."""
     cu_seqlens = torch.tensor(starts, dtype=torch.int32)
     return cu_seqlens, torch.tensor(chunks, dtype=torch.int32).view(-1, 2)
 
@@ -46,32 +47,21 @@ def max_chunks(tokens: int, seqs: int) -> int:
     return min(tokens, (tokens + (CHUNK_SIZE - 1) * seqs) // CHUNK_SIZE)
 
 
-def padded_chunk_metadata(
+def padded_chunk_lists(
     lengths: Sequence[int], tokens: int, seqs: int, chunks: int
-) -> tuple[Tensor, Tensor]:
-    """`chunk_metadata` of the given sizes: whatever the lengths, tensors of the same shapes.
+) -> tuple[list[int], list[int]]:
+    """`chunk_lists` of the given sizes: as long whatever the lengths are.
 
     The surplus tokens belong to the last sequence, the padding sequence; those between it and the
-    given ones are empty. A surplus row of `chunk_indices` names the chunk behind the last
-    sequence's last one, which every kernel skips (`chunked_delta_rule`): no index is
-    negative, and no chunk is computed twice.
+    given ones are empty. A surplus pair names the chunk behind the last sequence's last one, which
+    every kernel skips (`chunked_delta_rule`): no index is negative, and no chunk is computed twice.
 
     Args:
         lengths: tokens of each sequence.
         tokens: at least their sum.
         seqs: sequences; more than there are lengths if there are surplus tokens.
-        chunks: rows; `max_chunks(tokens, seqs)` do for any lengths.
-
-    Returns:
-        `cu_seqlens` `[seqs + 1]` and `chunk_indices` `[chunks, 2]`, int32, on CPU.
+        chunks: pairs; `max_chunks(tokens, seqs)` do for any lengths.
     """
-    return _tensors(*padded_chunk_lists(lengths, tokens, seqs, chunks))
-
-
-def padded_chunk_lists(
-    lengths: Sequence[int], tokens: int, seqs: int, chunks: int
-) -> tuple[list[int], list[int]]:
-    """`padded_chunk_metadata` as lists, as of `chunk_lists`."""
     surplus, empty = tokens - sum(lengths), seqs - len(lengths)
     assert seqs > 0 and surplus >= 0 and empty >= (surplus > 0), (lengths, tokens, seqs)
     padded = [*lengths, *[0] * empty]

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minivllm.ops.chunks import CHUNK_SIZE, max_chunks, padded_chunk_metadata
+from minivllm.ops.chunks import CHUNK_SIZE, chunk_tensors, max_chunks, padded_chunk_lists
 
 
 class Arguments(NamedTuple):
@@ -50,7 +50,7 @@ def arguments(
     """
     tokens, seqs = sum(lengths), len(lengths)
     chunks = max_chunks(tokens, seqs)
-    cu_seqlens, chunk_indices = padded_chunk_metadata(lengths, tokens, seqs, chunks)
+    cu_seqlens, chunk_indices = chunk_tensors(*padded_chunk_lists(lengths, tokens, seqs, chunks))
     offsets = torch.full((seqs,), 2**30, dtype=torch.int32)
     for row, (n, chunk) in reversed(list(enumerate(chunk_indices.tolist()))):
         if chunk == 0 and lengths[n]:

@@ -16,7 +16,7 @@ from test_ops import assert_near, listed
 from torch import Tensor
 
 from minivllm.ops import OPS
-from minivllm.ops.chunks import CHUNK_SIZE, max_chunks, padded_chunk_metadata
+from minivllm.ops.chunks import CHUNK_SIZE, chunk_tensors, max_chunks, padded_chunk_lists
 from minivllm.ops.examples import pool, scattered_slots
 from minivllm.ops.fused_gated_delta_rule import example_rows, unfolded
 from minivllm.ops.kernels import kernel
@@ -86,7 +86,9 @@ def test_wy(lengths: tuple[int, ...], alike: bool, key_heads: int) -> None:
     )
     if alike:
         k[:], a[:], b[:] = k[0].clone(), -9, 9
-    metadata = padded_chunk_metadata(lengths, tokens, seqs, max_chunks(tokens, seqs) + 2)
+    metadata = chunk_tensors(
+        *padded_chunk_lists(lengths, tokens, seqs, max_chunks(tokens, seqs) + 2)
+    )
     _, k, v, g, beta = unfolded(q, k, v, a, b, A_log, dt_bias)
     cu_seqlens, chunk_indices = metadata
     wy = kernel("chunk_wy", "chunk_wy")(k, v, a, b, A_log, dt_bias, *metadata)
@@ -139,7 +141,9 @@ def test_convolution_over_padded_indices(lengths: tuple[int, ...], heads: tuple[
     slots = F.pad(scattered_slots(generator, len(lengths), 9), (0, 2))
     state = pool(torch.randn(len(lengths), channels, 4), slots[: len(lengths)], 9)
     computed = F.pad(torch.arange(len(lengths), dtype=torch.int32), (0, 2))
-    metadata = padded_chunk_metadata(lengths, tokens, seqs, max_chunks(tokens, seqs) + 2)
+    metadata = chunk_tensors(
+        *padded_chunk_lists(lengths, tokens, seqs, max_chunks(tokens, seqs) + 2)
+    )
     expected_state = state.clone()
     actual = listed(triton_call(x, weight, state, slots, computed, *metadata, *heads))
     expected = op.definition(x, weight, expected_state, slots, computed, *metadata, *heads)

@@ -11,12 +11,7 @@ import numpy as np
 import pytest
 import test_ops
 import torch
-from interpreted_kernels import (
-    DTYPES,
-    KERNELS,
-    LINEARS,
-    tolerant,
-)
+from interpreted_kernels import DTYPES, KERNELS, LINEARS, tolerant
 
 from bench.kernels import mismatch
 from minivllm.ops import OPS
@@ -28,7 +23,8 @@ pytest_plugins = ["interpreted_fixtures"]
 
 @pytest.mark.parametrize("name", LINEARS)
 def test_roundings_around_a_product_stand_where_torch_has_them(name: str) -> None:
-    """As above; the product adds in another order, and so a few more results are on an edge."""
+    """float16 to the bit, but for some results on the edge of two roundings: the product adds in
+    another order."""
     op, wrong, total = OPS[name], 0, 0
     for args in op.examples(torch.Generator().manual_seed(1), torch.float16):
         actual = test_ops.listed(KERNELS[name].call(*args))

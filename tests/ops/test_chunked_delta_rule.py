@@ -23,7 +23,13 @@ from torch import Tensor
 
 from bench.kernels import Shapes, model_config
 from minivllm.ops import OPS
-from minivllm.ops.chunks import CHUNK_SIZE, chunk_metadata, max_chunks, padded_chunk_metadata
+from minivllm.ops.chunks import (
+    CHUNK_SIZE,
+    chunk_metadata,
+    chunk_tensors,
+    max_chunks,
+    padded_chunk_lists,
+)
 from minivllm.ops.kernels import kernel
 
 GPU = [
@@ -60,7 +66,7 @@ def buckets(draw: st.DrawFn) -> tuple[list[int], int, int, int]:
 @settings(max_examples=300, deadline=None)
 def test_padded_indices(bucket: tuple[list[int], int, int, int]) -> None:
     lengths, tokens, seqs, chunks = bucket
-    cu_seqlens, chunk_indices = padded_chunk_metadata(*bucket)
+    cu_seqlens, chunk_indices = chunk_tensors(*padded_chunk_lists(*bucket))
     assert cu_seqlens.dtype == chunk_indices.dtype == torch.int32
     assert cu_seqlens.shape == (seqs + 1,) and chunk_indices.shape == (chunks, 2)
     assert cu_seqlens[0] == 0 and cu_seqlens[-1] == tokens
@@ -101,7 +107,7 @@ def test_what_does_not_fit_is_refused() -> None:
         ((), 0, 0, 0),
     ):
         with pytest.raises(AssertionError):
-            padded_chunk_metadata(lengths, tokens, seqs, chunks)
+            chunk_tensors(*padded_chunk_lists(lengths, tokens, seqs, chunks))
 
 
 def padded(x: Tensor, size: int, value: float = 0) -> Tensor:
@@ -149,7 +155,7 @@ class Bucket:
         if whole:
             slots, computed = (padded(x, SEQS) for x in (slots, computed))
             sizes = (TOKENS, SEQS, max_chunks(TOKENS, SEQS))
-            metadata = padded_chunk_metadata(lengths, *sizes)
+            metadata = chunk_tensors(*padded_chunk_lists(lengths, *sizes))
         else:
             metadata = chunk_metadata(lengths)
         return [x.to(self.device) for x in (slots, computed, *metadata)]

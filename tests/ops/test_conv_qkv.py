@@ -14,7 +14,7 @@ from test_kernels_compile import compiled  # noqa: F401
 from torch import Tensor
 
 from bench.kernels import Shapes, model_config
-from minivllm.ops.chunks import chunk_metadata, max_chunks, padded_chunk_metadata
+from minivllm.ops.chunks import chunk_metadata, chunk_tensors, max_chunks, padded_chunk_lists
 from minivllm.ops.kernels import kernel
 
 QKV = kernel("causal_conv1d", "causal_conv1d_qkv_prefill_slots")
@@ -85,7 +85,7 @@ def test_every_bit_of_the_convolution_and_the_copies(model: str, lengths: tuple[
     shapes, tokens = Shapes(model_config(model), torch.bfloat16, "cuda"), sum(lengths) + 9
     c, seqs = shapes.config, len(lengths) + 1
     heads = c.linear_num_key_heads, c.linear_key_head_dim, c.linear_value_head_dim
-    metadata = padded_chunk_metadata(lengths, tokens, seqs, max_chunks(tokens, seqs))
+    metadata = chunk_tensors(*padded_chunk_lists(lengths, tokens, seqs, max_chunks(tokens, seqs)))
     slots = torch.cat([torch.arange(len(lengths)) + 1, torch.zeros(1, dtype=torch.int64)])
     computed = torch.tensor([64, 0, 3, 0][:seqs], dtype=torch.int32)
     places = [x.to("cuda") for x in (slots, computed, *metadata)]
